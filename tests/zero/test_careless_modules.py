@@ -277,17 +277,15 @@ def test_a_gather_that_fails_leaves_no_bucket_in_use() -> None:
     def fn(rank: int) -> None:
         model, optimizer = build(3, units=[Blocks])
         model, optimizer = build(3, nn.Sequential(Blocks(), nn.Linear(2, 2).float()), units=[Blocks])
-        bucket = optimizer.buckets[-1]
-        whole = bucket.parameters.unshard
 
         def fail(**_: Any) -> None:
             raise OSError("no room")
 
         for victim in optimizer.buckets[:2]:
-            victim.parameters.unshard, whole = fail, victim.parameters.unshard  # type: ignore[method-assign]
+            victim.parameters.start, start = fail, victim.parameters.start  # type: ignore[method-assign]
             with pytest.raises(OSError, match="no room"):
                 model(data(rank))
-            victim.parameters.unshard = whole  # type: ignore[method-assign]
+            victim.parameters.start = start  # type: ignore[method-assign]
             assert [b.active for b in optimizer.buckets] == [0] * len(optimizer.buckets)
 
     sim.run(1, fn)

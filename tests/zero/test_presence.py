@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from zoo import sim
@@ -15,7 +13,7 @@ SHARDED, UNSHARDING, HIDDEN, SHOWN = Presence
 
 
 def parameters() -> BucketParameters:
-    _, optimizer = build(3, max_live_parameters=0, prefetch_bucket_size=0)
+    _, optimizer = build(3)
     return optimizer.buckets[0].parameters
 
 
@@ -23,14 +21,18 @@ def test_the_life_of_a_gather() -> None:
     def fn(rank: int) -> None:
         of = parameters()
         seen = [of.presence]
-        for change in (of.unshard, of.unshard, of.finish_unshard, of.wait, of.hide, of.hide, of.wait, of.reshard):
+        for change in (of.start, of.finish, of.show, of.hide, of.hide, of.show, of.free):
             change()
             seen.append(of.presence)
-        assert seen == [SHARDED, UNSHARDING, UNSHARDING, HIDDEN, SHOWN, HIDDEN, HIDDEN, SHOWN, SHARDED]
-        of.unshard()
-        of.reshard()  # waits for the gather that is under way
-        of.hide()
-        assert of.presence is SHARDED
+        assert seen == [SHARDED, UNSHARDING, HIDDEN, SHOWN, HIDDEN, HIDDEN, SHOWN, SHARDED]
+        bucket, executor = of.bucket, of.bucket.executor
+        for verb, then in (
+            (executor.unshard, UNSHARDING), (executor.unshard, UNSHARDING), (executor.wait, SHOWN),
+            (executor.unshard, SHOWN), (executor.hide, HIDDEN), (executor.wait, SHOWN), (executor.reshard, SHARDED),
+            (executor.unshard, UNSHARDING), (executor.reshard, SHARDED), (executor.hide, SHARDED),
+        ):  # fmt: skip
+            verb(bucket)
+            assert of.presence is then
         assert of.refused
         assert not of.live
 
@@ -38,12 +40,11 @@ def test_the_life_of_a_gather() -> None:
 
 
 @pytest.mark.parametrize("before", Presence)
-@pytest.mark.parametrize(("change", "allowed"), [("unshard_now", SHARDED), ("finish_unshard", UNSHARDING)])
+@pytest.mark.parametrize(("change", "allowed"), [("start", SHARDED), ("finish", UNSHARDING), ("show", HIDDEN)])
 def test_other_changes_are_refused(before: Presence, change: str, allowed: Presence) -> None:
     def fn(rank: int) -> None:
         of = parameters()
-        steps: dict[Presence, Callable[[], None]] = {SHARDED: of.reshard, UNSHARDING: of.unshard, SHOWN: of.wait}
-        for step in (of.wait, of.hide) if before is HIDDEN else (steps[before],):
+        for step in (of.start, of.finish, of.show)[: [SHARDED, UNSHARDING, HIDDEN, SHOWN].index(before)]:
             step()
         assert of.presence is before
         if before is allowed:

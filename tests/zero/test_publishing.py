@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zoo import sim
-from zoo.shard.runtime import publishing
+from zoo.shard.runtime import executor
 from zoo.zero import ZeroOptimizer
 
 
@@ -57,13 +57,13 @@ def test_so_much_is_under_way_and_the_values_are_the_same(transport: str, monkey
     for limit in (1, 2, 3):
         _, most, shard = everything[0]
         assert most == 6 * shard  # all of it fits below four megabytes
-        monkeypatch.setattr(publishing, "BYTES_UNDER_WAY", limit * shard + 1)
+        monkeypatch.setattr(executor, "BYTES_UNDER_WAY", limit * shard + 1)
         for found, whole in zip(sim.run(2, trained, transport=transport), everything, strict=True):
             assert found[1] == limit * shard
             assert all(map(torch.equal, found[0], whole[0]))
 
 
 def test_a_shard_beyond_the_limit_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "BYTES_UNDER_WAY", 0)
+    monkeypatch.setattr(executor, "BYTES_UNDER_WAY", 0)
     for _, most, shard in sim.run(2, trained):
         assert most == shard

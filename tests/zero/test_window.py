@@ -42,40 +42,37 @@ def watching(sharded: ShardedModel) -> Iterator[Callable[[], tuple[int, int, int
     opened: dict[Any, None] = {}
     partitioned = [b for b in sharded.buckets if b.partitioned]
 
-    def watch(bucket: Any) -> None:
-        gather = bucket.parameters.unshard
-
-        def counting(**options: Any) -> None:
+    class Gathers:
+        def unshards(self, bucket: Any, *, exact: bool, ahead: bool) -> None:
             nonlocal most, needed, gathers
-            gathers += bucket.parameters.presence is Presence.SHARDED
-            gather(**options)
-            whole = [b for b in partitioned if b.parameters.presence is not Presence.SHARDED]
+            gathers += 1
+            whole = [b for b in partitioned if b is bucket or b.parameters.presence is not Presence.SHARDED]
             # What a backward has opened is in use until it is past its first use.
             used = [b for b in whole if b is bucket or b.active or b in opened]
             most, needed = max(most, sum(b.num_bytes for b in whole)), max(needed, sum(b.num_bytes for b in used))
 
-        bucket.parameters.unshard = counting
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: None
 
-    for bucket in partitioned:
-        watch(bucket)
+    executor, watcher = sharded.executor, Gathers()
+    executor.watchers += (watcher,)
     residency = sharded.runtime.residency
-    opening, finish = residency.open, residency.finish
+    needing, resting = residency.need, residency.rest
 
-    def open_(bucket: Any) -> None:
+    def need(bucket: Any) -> None:
         opened[bucket] = None
-        opening(bucket)
+        needing(bucket)
 
-    def finish_(bucket: Any, *, again: bool) -> None:
+    def rest(bucket: Any, *, backward: bool) -> None:
         opened.pop(bucket, None)
-        finish(bucket, again=again)
+        resting(bucket, backward=backward)
 
-    residency.open, residency.finish = open_, finish_  # type: ignore[method-assign]
+    residency.need, residency.rest = need, rest  # type: ignore[method-assign]
     try:
         yield lambda: (most, needed, gathers)
     finally:
-        del residency.open, residency.finish
-        for bucket in partitioned:
-            del bucket.parameters.unshard
+        del residency.need, residency.rest
+        executor.watchers = ()
 
 
 @given(cases(), st.sampled_from([0, 200, 500, 900, 10**6]))

@@ -59,6 +59,7 @@ class Bucket:
         partitioned: the parameters are whole only between gather and release.
         updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
         memory: of what comes and goes in every step.
+        executor: gathers, releases and reduces it (:class:`zoo.shard.runtime.executor.Executor`, which knows buckets).
         source: where this rank's parameters are already, so that nothing is communicated; None: the values of rank 0.
         label: for messages: the units whose parameters these are.
         gone: what parameters that the model does not have any more are called (:meth:`logical`).
@@ -75,8 +76,9 @@ class Bucket:
     def __init__(
         self, index: int, spec: BucketSpec, placements: Placements, routes: Routes, memory: Memory, *,
         scratch: Scratch | None = None, stores: Mapping[str, Store] | None = None, keep_norms: bool = False,
-        source: RoleBuffer | None = None,
+        executor: Any, source: RoleBuffer | None = None,
     ) -> None:  # fmt: skip
+        self.executor = executor
         self.index, self.spec, self.placements, self.routes = index, spec, placements, routes
         self.shard_group, self.place, self.memory = routes.axes.shard, routes.axes.place, memory
         self.scratch, self.stores, self.keep_norms = scratch, stores or {}, keep_norms

@@ -87,7 +87,7 @@ class BucketParameters:
             self._drop_full()
         elif bucket.partitioned:
             self.shard.set(self.full[low:high])
-            self.reshard()
+            self._drop_full()
 
     def _round(self, came: torch.Tensor) -> None:
         self.full.copy_(came)
@@ -112,20 +112,8 @@ class BucketParameters:
         """The model's parameters are refused to everybody."""
         return self.presence is not _SHOWN
 
-    def _expect(self, expected: Presence, what: str) -> None:
-        if self.presence is not expected:
-            raise AssertionError(
-                f"{what} of {self.bucket.label}: they are {self.presence.value}, not {expected.value}."
-            )
-
-    def unshard(self, *, exact: bool = False) -> None:
-        """Start gathering the parameters, if they are neither here nor on their way; ``exact``: see :meth:`wait`."""
-        if self.presence is not _SHARDED:
-            return
-        if self.bucket.votes is not None and not exact:
-            self.bucket.votes.unshard(self.bucket)
-        else:
-            self.unshard_now(exact=exact)
+    def _cannot(self, what: str, expected: Presence) -> AssertionError:
+        return AssertionError(f"{what} of {self.bucket.label}: they are {self.presence.value}, not {expected.value}.")
 
     def give(self) -> None:
         """Take part in a gather of which this rank needs nothing: it has the parameters."""
@@ -136,9 +124,10 @@ class BucketParameters:
         else:
             self._routes.gather.start(spare, shard.read().to(device), self._label).wait()
 
-    def unshard_now(self, *, exact: bool = False) -> None:
+    def start(self, *, exact: bool = False) -> None:
         """Start gathering what is sharded, on all ranks."""
-        self._expect(_SHARDED, "a gather of the parameters")
+        if self.presence is not _SHARDED:
+            raise self._cannot("a gather of the parameters", _SHARDED)
         self._route = self._routes.exact if exact else self._routes.gather
         self._guard.open()
         self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
@@ -177,20 +166,17 @@ class BucketParameters:
         """What is gathered is not exactly what the ranks keep."""
         return self._routes.exact is not self._routes.gather
 
-    def wait(self, *, exact: bool = False) -> None:
-        """Gather if needed, and wait until the parameters are whole.
+    @property
+    def is_exact(self) -> bool:
+        """What is gathered, if anything is, is what the ranks keep."""
+        return self._route is self._routes.exact or not self.rounds
 
-        ``exact``: as the ranks keep them, also where gathering rounds; but what a running forward uses stays.
-        """
-        if exact and self.rounds and not self.bucket.active and self._route is not self._routes.exact:
-            self.reshard()
-        if self.presence is _SHARDED:
-            self.unshard(exact=exact)
-        if self.presence is _UNSHARDING:
-            self.finish_unshard()
-        if self.presence is _HIDDEN:
-            self.presence = _SHOWN
-            self._guard.show()
+    def show(self) -> None:
+        """Let everybody use hidden parameters."""
+        if self.presence is not _HIDDEN:
+            raise self._cannot("showing the parameters", _HIDDEN)
+        self._guard.show()
+        self.presence = _SHOWN
 
     def hide(self) -> None:
         """Refuse the parameters to everybody until the next ``wait``; their memory stays."""
@@ -225,9 +211,10 @@ class BucketParameters:
             own.copy_(read)
         self._handle = self._route.start(self.full, own, self._label)
 
-    def finish_unshard(self) -> None:
+    def finish(self) -> None:
         """Wait for the gather that is under way."""
-        self._expect(_UNSHARDING, "waiting for a gather of the parameters")
+        if self.presence is not _UNSHARDING:
+            raise self._cannot("waiting for a gather of the parameters", _UNSHARDING)
         if self._reading is not None:
             self._exchange()
         handle, self._handle, self.presence = self._handle, None, _SHARDED  # unless it ends well
@@ -235,22 +222,14 @@ class BucketParameters:
             handle.wait()
         self.presence = _HIDDEN
 
-    def reshard(self, *, again: bool = False) -> None:
-        """Free the gathered parameters; this rank keeps its shard.
-
-        ``again``: a backward will gather them once more; with hpZ this rank keeps a part of them until then.
-        """
-        if not self.bucket.partitioned:
-            return
-        if self.presence is _UNSHARDING:
-            self.finish_unshard()
-        if self.presence is not _SHARDED:
-            kept = self.bucket.placements.secondary
-            group = kept.split if kept is not None else None
-            if again and group is not None and self.secondary is None:
-                low, high = self.bucket.layout.shard_range(group.rank, group.size)
-                self.secondary = self.full[low:high].clone()
-            self._drop_full()
+    def free(self, *, again: bool = False) -> None:
+        """Free whole parameters that are partitioned; with ``again`` this rank keeps a part of them (hpZ)."""
+        kept = self.bucket.placements.secondary
+        group = kept.split if kept is not None else None
+        if again and group is not None and self.secondary is None:
+            low, high = self.bucket.layout.shard_range(group.rank, group.size)
+            self.secondary = self.full[low:high].clone()
+        self._drop_full()
 
     def drop_secondary(self) -> None:
         """Forget what was kept for backward: it is over, or an update made it stale."""
@@ -273,7 +252,8 @@ class BucketParameters:
 
     def drop(self) -> None:
         """Keep nothing: neither whole nor this rank's shard."""
-        self.reshard()
+        if self.bucket.partitioned:
+            self.bucket.executor.reshard(self.bucket)
         for role in self.bucket.roles.values():
             role.drop()
 
@@ -299,13 +279,8 @@ class BucketParameters:
         """How many tensors and storages of Python there are with the memory of ``full``."""
         return int(torch._C._storage_Use_Count(self._storage._cdata)) + sys.getrefcount(self._storage)
 
-    def publish(self) -> Handle | None:
+    def publish(self) -> Handle:
         """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
-        if self.bucket.partitioned:
-            self.reshard()
-            return None
-        if not self.bucket.placements.states.is_split:
-            return None
         low, high = self.bucket.own_range()
         return self.bucket.shard_group.all_gather(self.full, self.full[low:high], label=self._label)
 
@@ -375,7 +350,7 @@ def fill_from(view: torch.Tensor, parameter: Any) -> None:
     if bucket is None:
         view.copy_(parameter.data)
         return
-    bucket.parameters.wait(exact=True)
+    bucket.executor.wait(bucket, exact=True)
     view.copy_(bucket.parameters.flat_of(parameter._zoo_slot).view(parameter.shape))
     release_parameter(parameter)
     bucket.end()

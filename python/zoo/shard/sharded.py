@@ -49,7 +49,9 @@ from zoo.shard.placement.precision import cast_inputs as casting
 from zoo.shard.placement.tables import check_rows, find_tables
 from zoo.shard.placement.units import UnitChoice, UnitSpec, check_parameters, find_units
 from zoo.shard.quantised_parameters import meaning
+from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.hooks import Runtime
+from zoo.shard.runtime.residency import Budgets
 from zoo.shard.values.writes import Writes
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from zoo.shard.collectives.compressed import Switch
     from zoo.shard.offload.scratch import Scratch
     from zoo.shard.runtime.gather_votes import GatherVotes
+    from zoo.shard.runtime.residency import ResidencyPolicy
     from zoo.shard.runtime.window import Window
     from zoo.shard.values.whole import WholeModel
 
@@ -109,7 +112,7 @@ class ShardedModel:
         axes: which ranks split what, for dense parameters; families: for each set of axes along which they are parts.
         layers: the ranks with the other layers of the model, None where there are none.
         everyone: all ranks that have some of the model.
-        buckets: what travels and lives together.
+        buckets: what travels and lives together. executor: gathers, releases and reduces them.
         runtime: what gathers, releases and reduces.
         scratch: files and buffers of offloading, None without.
         writes: finds what the user writes in place.
@@ -161,6 +164,7 @@ class ShardedModel:
             report_uncaught()  # what ends one rank is told to those that wait for it
         self.closed, self.switch, self._splits = False, switch, False
         self.buckets: list[Bucket] = []
+        self.executor = Executor()
         self._to_give: list[Bucket] | None = None  # while it is being closed
         self.scratch: Scratch | None = None
         self.dtensors = DTensors(module, mesh)
@@ -230,8 +234,9 @@ class ShardedModel:
         self._splits = True
         for i, spec in enumerate(plan):
             bucket = Bucket(
-                i, spec, placements[i], routes[i], memory, scratch=self.scratch, stores=stores[i], keep_norms=keep_norms
-            )
+                i, spec, placements[i], routes[i], memory, scratch=self.scratch, stores=stores[i],
+                keep_norms=keep_norms, executor=self.executor,
+            )  # fmt: skip
             bucket.owner = weakref.ref(self)
             self.buckets.append(bucket)
         if cfg.offload_host_bytes is None:  # under a cap blocks go back when they are freed
@@ -283,6 +288,11 @@ class ShardedModel:
             self.votes = GatherVotes(self.comm, self.buckets)
             for bucket in self.buckets:
                 bucket.votes = self.votes if bucket.partitioned else None
+        # One rank gathers by copying its own shard from memory: there is nothing to overlap.
+        self._budgets = Budgets(
+            prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * (inner or outer)) if ahead else 0,
+            keep_bytes=budget(cfg.max_live_parameters, max(2 * inner + outer, 2**22 * itemsize)),
+        )
         self.runtime = Runtime(
             specs,
             self.buckets,
@@ -291,13 +301,13 @@ class ShardedModel:
             overlap=cfg.overlap_comm,
             votes=self.votes,
             demand_all=not cfg.ignore_unused_parameters,
-            # One rank gathers by copying its own shard from memory: there is nothing to overlap.
-            prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * (inner or outer)) if ahead else 0,
-            keep_bytes=budget(cfg.max_live_parameters, max(2 * inner + outer, 2**22 * itemsize)),
+            policy=self._budgets,
+            executor=self.executor,
+            recovery=Recovery(self.comm)
+            if self.comm.size > 1 and self.votes is None and not self.comm.is_dry
+            else None,
             cast_inputs=None if self.precision.inputs is None else casting(self.precision.inputs),
         )
-        if self.comm.size > 1 and self.votes is None and not self.comm.is_dry:
-            self.runtime.recovery = self.runtime.backward.recovery = Recovery(self.comm)
 
     def _largest(self, specs: Sequence[UnitSpec]) -> tuple[int, int]:
         """Bytes of the largest partitioned bucket of units without others inside of them, and of the others.
@@ -316,8 +326,8 @@ class ShardedModel:
     @property
     def obeyed(self) -> dict[str, int]:
         """Options whose default follows from the model, as they are obeyed: key → elements, 0 below stage 3."""
-        itemsize, residency = self.buckets[0].spec.dtype.itemsize, self.runtime.residency
-        sizes = {"prefetch_bucket_size": residency.prefetch_bytes, "max_live_parameters": residency.keep_bytes}
+        itemsize, policy = self.buckets[0].spec.dtype.itemsize, self._budgets
+        sizes = {"prefetch_bucket_size": policy.prefetch_bytes, "max_live_parameters": policy.keep_bytes}
         gathers = any(bucket.partitioned for bucket in self.buckets)
         return {key: size // itemsize if gathers else 0 for key, size in sizes.items()}
 
@@ -413,18 +423,33 @@ class ShardedModel:
         """Begin to gather these buckets (default: all); :meth:`wait` makes them usable. Collective."""
         self.refuse_closed()
         for bucket in self.buckets if buckets is None else buckets:
-            bucket.parameters.unshard()
+            self.executor.unshard(bucket)
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait until these buckets are whole, gathering what nobody has begun to gather. Collective."""
         self.refuse_closed()
         for bucket in self.buckets if buckets is None else buckets:
-            bucket.parameters.wait()
+            self.executor.wait(bucket)
 
     def reshard(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Release what is gathered of these buckets and not in use."""
         for bucket in self.buckets if buckets is None else buckets:
             self.runtime.residency.forget(bucket)
+
+    def use_residency(self, policy: ResidencyPolicy) -> None:
+        """From now on ``policy`` says which buckets are gathered ahead, and which stay gathered (stage 3). Collective.
+
+        It takes the place of ``prefetch_bucket_size`` and ``max_live_parameters``.
+
+        Raises:
+            CollectiveMismatchError: ranks gave policies of different classes.
+        """
+        self.refuse_closed()
+        self.runtime.check_between("use_residency()")
+        self.comm.agree("the residency policy:", type(policy).__qualname__, self.buckets[0].device)
+        self.settle()
+        self.runtime.residency.clear()
+        self.runtime.residency.use(policy)
 
     def reduce(self) -> None:
         """Bring gradients that ``no_sync()`` or a window left on each rank to their mean. Collective.
@@ -504,7 +529,7 @@ class ShardedModel:
         from zoo.shard.runtime.recording import recording
 
         self.refuse_closed()
-        return recording(self.runtime, self.buckets)
+        return recording(self.runtime)
 
     def table(self) -> str:
         """One line a bucket: what it is, what of it is here now, and where it lives when it is not."""
@@ -543,7 +568,7 @@ class ShardedModel:
         held: list[Bucket] = []
         try:
             for bucket in self.buckets:
-                bucket.parameters.wait(exact=True)
+                self.executor.wait(bucket, exact=True)
                 bucket.active += 1
                 held.append(bucket)
             yield
@@ -625,7 +650,7 @@ class ShardedModel:
 
         while buckets:
             bucket = buckets[0]
-            bucket.parameters.wait(exact=True)
+            self.executor.wait(bucket, exact=True)
             whole = whole_values(bucket, trains=self._trains)
             for parameter, value in zip(bucket.spec.parameters, bucket.views(whole), strict=True):
                 release_parameter(parameter)

@@ -22,7 +22,6 @@ from zoo.shard.config import ZeroConfig
 from zoo.shard.gradients import BucketGradients, Phase
 from zoo.shard.placement.units import UnitChoice, check_parameters
 from zoo.shard.runtime.hooks import Runtime
-from zoo.shard.runtime.publishing import publish
 from zoo.shard.runtime.without_graph import go_backward
 from zoo.shard.sharded import ShardedModel, refuse_copy
 from zoo.zero.inspection import Inspection
@@ -525,7 +524,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         return self._has_gradients()
 
     def _publish(self) -> None:
-        finish = publish(self._trainable)
+        finish = self.sharded.executor.publish_all(self._trainable)
         self.num_updates += 1
         self._runtime.updated()
         self.sharded.writes.updated(self._trainable, self._runtime.held)

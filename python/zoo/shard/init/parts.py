@@ -21,6 +21,7 @@ from zoo.shard.guard import release as release_parameter
 from zoo.shard.init.sharing import Sharing
 from zoo.shard.partitioned import CONVERSIONS, PartitionedAccessError, PartitionedValues
 from zoo.shard.roles import RoleBuffer
+from zoo.shard.runtime.executor import Executor
 from zoo.shard.valueless import ALLOWED_WHEN_PARTITIONED, UNREAD, VIEWS, look_at
 
 _DATA: Any = torch.Tensor.data
@@ -161,7 +162,7 @@ class InitBucket(Bucket):
         spec = sharing.spec_of(parameter, self.name, dtype, group_size)
         super().__init__(
             0, spec, sharing.placements, sharing.routes_of(spec), sharing.memory, scratch=sharing.scratch,
-            source=source.parameters.shard if source is not None else None,
+            source=source.parameters.shard if source is not None else None, executor=Executor(),
         )  # fmt: skip
         self.owner = weakref.ref(sharing)
         self._alone = self.parameters.shared_by()
@@ -216,8 +217,8 @@ class InitBucket(Bucket):
         """Gather the value; ``exact``: as it is kept, also where what is gathered is rounded. Collective."""
         if self.whole and (self._exact or not exact):
             return
-        self.parameters.reshard()
-        self.parameters.wait(exact=exact)
+        self.executor.reshard(self)
+        self.executor.wait(self, exact=exact)
         self._exact = exact or not self.parameters.rounds
         self.version, self.aliased = self._writes(), False
 
@@ -291,7 +292,7 @@ class InitBucket(Bucket):
         """Free the whole value."""
         if self.whole and not self.parameters.full.untyped_storage().resizable():  # NumPy has had it
             self._rebuild(_hollow(self.shape, self.dtype, self.device), self)
-        self.parameters.reshard()
+        self.executor.reshard(self)
         self.parameters.forget_aliases()
         self.aliased = False
 

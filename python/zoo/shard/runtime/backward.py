@@ -2,9 +2,9 @@
 
 The one hook on a unit's output runs right before the unit's own backward. The autograd engine runs nodes in the reverse
 order of their creation, so at that moment everything recorded later is finished; the context is walked back to this
-call, which gathers what this and the skipped units need, releases and reduces what is finished, in an order that
-depends on the context alone. So every rank issues the same collectives in the same order even when a part of the model
-gets a gradient on some ranks only. What no hook reached is walked at the end of backward.
+call (``walk.py``), which gathers what this and the skipped units need, releases and reduces what is finished, in an
+order that depends on the context alone. So every rank issues the same collectives in the same order even when a part of
+the model gets a gradient on some ranks only. What no hook reached is walked at the end of backward.
 
 Where several contexts are open, one rank's loss may lead to others than another rank's. Whether a rank's graph reaches
 a context is known only when it is there, so wherever a rank would go from one context to the next, and at the end, all
@@ -31,11 +31,12 @@ import torch
 from zoo.comm import Communicator, Recovery
 from zoo.shard.buckets import Bucket
 from zoo.shard.gradients import Phase as GradientPhase
-from zoo.shard.parameters import Presence
 from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Part, Phase, Unit
+from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.graph_tasks import GraphTasks, follow
 from zoo.shard.runtime.reductions import Reductions
 from zoo.shard.runtime.residency import Residency
+from zoo.shard.runtime.walk import Walk
 
 _ACCUMULATING = GradientPhase.ACCUMULATING
 _graph_task = torch._C._current_graph_task_id
@@ -52,6 +53,7 @@ class Backward:
 
     Args:
         comm: all ranks, for votes.
+        recovery: is told of backwards that fail where other ranks wait for this one.
         overlap: reduce buckets during backward; otherwise all at its end.
         divergent: every rank goes its own way: nothing is skipped for the sake of others, and nothing reduced here.
         on_end: called when a backward that accumulates into parameters has ended, with whether it reduces.
@@ -59,11 +61,17 @@ class Backward:
 
     def __init__(
         self, contexts: Contexts, residency: Residency, reductions: Reductions, buckets: Sequence[Bucket], *,
-        comm: Communicator, overlap: bool, on_end: Callable[[bool], None], divergent: bool = False,
+        executor: Executor, comm: Communicator, overlap: bool, on_end: Callable[[bool], None],
+        recovery: Recovery | None = None, divergent: bool = False,
     ) -> None:  # fmt: skip
         self._contexts, self._residency, self._reductions = contexts, residency, reductions
         self._buckets, self._comm, self._overlap, self._on_end = buckets, comm, overlap, on_end
+        self._executor, self.recovery = executor, recovery
         self._partitioned = any(b.partitioned for b in buckets)
+        self.walk = Walk(
+            contexts, residency, executor, partitioned=self._partitioned, launch=reductions.launch_ready,
+            divergent=divergent,
+        )  # fmt: skip
         self._whole = [b for b in reversed(buckets) if b.gradients is not None and not b.partitioned]
         self._tasks = GraphTasks(buckets)
         self._divergent = divergent
@@ -81,15 +89,8 @@ class Backward:
         self.running = False
         self._alive: Callable[[], Any] = _nothing
         self._syncs = self._accumulates = self._votes = self._retains = False
-        self._at: Context | None = None
-        self._visited: list[Context] = []
-        self._done: set[Bucket] = set()  # no context that this backward goes through needs them any more
-        self._newly_done = True  # some are, or may be from the beginning, since reductions were last launched
-        self._awaited: set[Bucket] = set()
         self._driven: Context | None = None
         self._part = Part.WHOLE
-        self.recovery: Recovery | None = None
-        """Is told of backwards that fail where other ranks wait for this one."""
         self.num_begun = 0
         self.refused = 0
         """Backwards of losses without a graph since gradients were dropped; the other ranks went through theirs."""
@@ -98,7 +99,6 @@ class Backward:
         self.arrivals: list[Any] = []
         """Hooks on parameters, of a model whose gradients were differentiated."""
         self._graph_kept_in = -1
-        self._used: set[Bucket] = set()  # by the driven context
         self._task_over = True
 
     # Beginning -------------------------------------------------------------------------------------------------------
@@ -130,11 +130,8 @@ class Backward:
             self._receive()
         several = len(self._contexts.open) > 1
         self._votes = several and self._partitioned and self._comm.size > 1 and not self._divergent
-        self._at = None
-        self._visited.clear()
-        self._done.clear()
-        self._newly_done = True
-        self._awaited.clear()
+        launches = self._overlap and self._syncs and self._graph_kept_in != self._contexts.updates
+        self.walk.begin(accumulates=self._accumulates, launches=launches)
         self._retains = _keeps_graph()
         if self._syncs:
             self._reductions.begin()
@@ -163,7 +160,7 @@ class Backward:
         """In a graph task that leads to nothing of the model: a backward begins, which goes where others' may."""
         self.begin()
         self.with_graph -= self._accumulates
-        if len(self._contexts.open) == 1 and self._at is None:
+        if len(self._contexts.open) == 1 and self.walk.at is None:
             self._reach(self._contexts.open[0])
 
     def _receive(self) -> None:
@@ -200,11 +197,11 @@ class Backward:
         contexts = self._contexts.open if self._driven is None else [self._driven]
         ran = {unit.key for context in contexts for unit in context.calls}
         for bucket in self._whole:
-            counted = bucket in self._used if self._driven is not None else bucket.leases
+            counted = bucket in self.walk.used if self._driven is not None else bucket.leases
             # Of a bucket of several modules, those that ran open it only when backward comes to them.
             idle = set(bucket.spec.units) - ran if counted else ()
             if (idle and self._tasks.adds_to_units(bucket, idle)) if counted else self._tasks.adds_to(bucket):
-                self._awaited.add(bucket)
+                self.walk.awaited.add(bucket)
                 if bucket.gradients is not None:
                     bucket.gradients.open()
 
@@ -221,22 +218,16 @@ class Backward:
             self._reductions.begin()
         if self._factor != 1.0:
             self._arrive_with(1.0)
-        self._driven, self._part, self._at = context, part, context
+        self._driven, self._part = context, part
         self._accumulates, self._syncs, self._votes = part is not Part.INPUTS, syncs, False
         self._task_over = True
-        self._visited.clear()
-        self._done.clear()
-        self._newly_done = True
-        self._awaited.clear()
-        self._used = {bucket for _, bucket in context.uses}
+        launches = self._overlap and syncs and self._graph_kept_in != self._contexts.updates
+        self.walk.drive(context, part, launches=launches)
         self.running = True
-        if part is Part.WEIGHTS:
-            context.cursor, self._alive = 0, _always
-            for bucket in sorted(self._used, key=lambda b: b.index):
-                if bucket.gradients is not None:
-                    bucket.gradients.open()
-        else:
-            context.cursor, self._alive = len(context.calls), _nothing
+        self._alive = _always if part is Part.WEIGHTS else _nothing
+        for bucket in sorted(self.walk.used, key=_index) if part is Part.WEIGHTS else ():
+            if bucket.gradients is not None:
+                bucket.gradients.open()
 
     def _begin_task(self, context: Context) -> None:
         """A graph task of a driven backward reaches the model."""
@@ -248,10 +239,7 @@ class Backward:
                 "gradients of the inputs with torch.autograd.grad(outputs, inputs, ...)."
             )
         if context.cursor < len(context.calls):  # a further one of the same backward: from the end again
-            self._walk(context, 0)
-            self._finish(context, 0)
-            self._contexts.lease_again(context)
-            context.cursor = len(context.calls)
+            self.walk.again()
         self._alive, self._task_over = alive, False
         if self._accumulates and self._tasks.adds():
             self._open_others()
@@ -266,14 +254,10 @@ class Backward:
     def arrive(self) -> None:
         """The driven backward is over. Collective if it reduces, or if this rank's graph did not get everywhere."""
         self._check_task()
-        context = self._driven
-        if context is None:
-            raise AssertionError("no backward is driven.")
         self.failed = self._accumulates  # unless this gets to its end
-        self._walk(context, 0)
-        self._finish(context, 0)
+        self.walk.arrive()
         self._stop_driving()
-        self._residency.settle()
+        self._residency.settle(driven=True)
         if self._accumulates:
             self._on_end(self._syncs)
         self.failed = False
@@ -285,7 +269,7 @@ class Backward:
             self.fail()
 
     def _stop_driving(self) -> None:
-        self._driven = self._at = None
+        self._driven = self.walk.at = None
         self.running, self._alive = False, _nothing
 
     @property
@@ -313,18 +297,18 @@ class Backward:
     def on_output_grad(self, context: Context, index: int, grads: Any) -> None:
         """The gradient of the output of call ``index`` is there; its backward is next."""
         try:
-            if context is not self._at or self._alive() is None:
+            if context is not self.walk.at or self._alive() is None:
                 if torch.is_grad_enabled():
                     self._keep_graph(context)
                     return
                 if context is not self._driven and (context.owner or self._driven is not None):
                     self._refuse_context(context)
                 self.begin()
-                if context is not self._at and not self._reach(context):
-                    self._open(context.calls[index])
+                if context is not self.walk.at and not self._reach(context):
+                    self.walk.open(context.calls[index])
                     return
             if index < context.cursor:
-                self._walk(context, index)
+                self.walk.to(context, index)
         except BaseException as error:
             self._tell(error)
             raise
@@ -351,7 +335,7 @@ class Backward:
                 f"autograd.grad(create_graph=True) through a model {why}: the second derivative would use parameters "
                 "that are not there any more. Stages 0 to 2, where parameters are whole, compute it."
             )
-        self._graph_kept_in = self._contexts.updates
+        self._graph_kept_in, self.walk.launches = self._contexts.updates, False
         if not self.arrivals:
             for bucket in self._buckets:
                 for parameter in bucket.spec.parameters if bucket.gradients is not None else ():
@@ -376,7 +360,7 @@ class Backward:
     def on_late(self, unit: Unit, grads: Any) -> None:
         """A unit that was run inside backward (re-entrant checkpointing) gets its own, nested backward."""
         self.begin()
-        self._open(unit)
+        self.walk.open(unit)
 
     def _reach(self, context: Context) -> bool:
         """Go to ``context``, which this rank's graph leads to; False if this backward is through with it."""
@@ -389,49 +373,16 @@ class Backward:
             return False
         if context.phase is Phase.EXPIRED:
             self._contexts.reopen(context)
-        self._leave()
+        self.walk.leave()
         if self._votes:
             self._follow(context.serial)
-        self._go_to(context)
+        self.walk.go_to(context)
         return True
-
-    def _go_to(self, context: Context) -> None:
-        context.cursor = len(context.calls)
-        self._at = context
-        self._visited.append(context)
-        if self._accumulates:
-            for bucket in context.returned:
-                if bucket.gradients is not None:
-                    bucket.gradients.open()
-
-    def walk_through(self, context: Context) -> None:
-        """Go back through all of ``context`` without autograd: what a plan does."""
-        self._accumulates = True
-        self._go_to(context)
-        self._leave()
-        self._visited.clear()
-        self._done.clear()
-        self._newly_done = True
-
-    def drive_through(self, context: Context, part: Part) -> None:
-        """A driven backward without autograd, and without what it reduces: what a plan does."""
-        self.drive(context, part, syncs=False)
-        self.arrive()
-
-    def _leave(self) -> None:
-        """This backward is through with the context it is at."""
-        context = self._at
-        if context is not None:
-            if context.cursor > 0 and not self._divergent:
-                self._walk(context, 0)
-            self._finish(context, 0)
-            context.phase = Phase.WALKED
-        self._at = None
 
     def _follow(self, wanted: int) -> None:
         """Vote, and walk what others want, until what this rank wants (-1: nothing more) is next. Collective."""
         while True:
-            chosen = self.vote(wanted)
+            chosen = self._executor.vote(self._comm, wanted, self._buckets[0].device)
             if chosen == wanted:
                 return
             context = self._contexts.find(chosen)
@@ -442,127 +393,13 @@ class Backward:
                 )
             if context.phase is Phase.EXPIRED:
                 self._contexts.reopen(context)
-            self._go_to(context)
-            self._leave()
-
-    def vote(self, wanted: int) -> int:
-        """The largest number that any rank wants. Collective."""
-        number = torch.tensor([wanted], dtype=torch.int64, device=self._buckets[0].device)
-        self._comm.all_reduce(number, "max").wait()
-        return int(number)
+            self.walk.go_to(context)
+            self.walk.leave()
 
     @property
     def num_voters(self) -> int:
         """All ranks."""
         return self._comm.size
-
-    @property
-    def at(self) -> tuple[Context, str] | None:
-        """The context that a backward is at, and the unit of the call that it is at."""
-        context = self._at
-        if context is None:
-            return None
-        return context, context.calls[context.cursor].name if context.cursor < len(context.calls) else ""
-
-    def _walk(self, context: Context, index: int) -> None:
-        """Go back to call ``index``, through every call after it that backward has not visited.
-
-        Each call is treated alike whether its hook fired or not. A call is skipped when its output is the very tensor
-        that another unit returned (a model returns what its last layer does), or when on this rank nothing of it led
-        to the loss; other ranks may need it all the same.
-        """
-        if self._divergent:
-            self._finish(context, index + 1)
-            called = context.calls[index]
-            for unit in context.calls[index + 1 : context.cursor]:
-                if unit in called.within:  # it returns the very tensor of `called`, whose hook came first
-                    self._open(unit)
-            context.cursor = index
-            self._open(called)
-            return
-        calls, uses = context.calls, context.uses
-        while context.cursor > index:
-            context.cursor = cursor = context.cursor - 1
-            if context.left and uses[context.left - 1][0] > cursor:
-                self._finish(context, cursor + 1)
-            unit = calls[cursor]
-            if unit.partitioned:
-                self._open(unit)
-                self.prefetch(context)
-            elif self._accumulates:
-                for gradients in unit.gradients:
-                    if gradients.phase is not _ACCUMULATING:  # most often it is: a call less
-                        gradients.open()
-            if self._newly_done and self._overlap and self._syncs and self._graph_kept_in != self._contexts.updates:
-                self._newly_done = False
-                self._reductions.launch_ready(self._is_over)
-
-    def _finish(self, context: Context, first: int) -> None:
-        """The calls from ``first`` on are done, and with them the buckets that they used first."""
-        uses, residency = context.uses, self._residency
-        while context.left and uses[context.left - 1][0] >= first:
-            context.left -= 1
-            bucket = uses[context.left][1]
-            if self._driven is not None:
-                bucket.leases -= 1
-                self._done.add(bucket)
-                self._newly_done = True
-                if bucket.partitioned:
-                    residency.finish(bucket, again=bucket.leases > 0)
-                    if not bucket.leases and bucket.parameters.secondary is not None:
-                        bucket.parameters.drop_secondary()
-                continue
-            if self._accumulates:
-                bucket.leases -= 1
-                if bucket.leases:
-                    residency.put_back(bucket)
-                    continue
-                self._done.add(bucket)
-                self._newly_done = True
-            if bucket.partitioned:
-                residency.unkeep(bucket)
-                if not bucket.active:
-                    bucket.parameters.reshard()
-                if self._accumulates and bucket.parameters.secondary is not None:
-                    bucket.parameters.drop_secondary()
-
-    def _is_over(self, bucket: Bucket) -> bool:
-        """Nothing will be added to the gradient of ``bucket`` in this backward, and nothing that it waits for."""
-        if self._driven is not None:  # leases of other contexts are the schedule's affair
-            return bucket in self._done or (bucket not in self._used and self._is_ready(bucket))
-        return not bucket.leases and (bucket in self._done or self._is_ready(bucket))
-
-    def _is_ready(self, bucket: Bucket) -> bool:
-        """Nothing will be added to the gradient of ``bucket``, which no unit that ran owns.
-
-        At stage 3 it was not whole, unless it is resident; elsewhere the engine knows whether it was used.
-        """
-        return bucket.partitioned if self._partitioned else bucket not in self._awaited
-
-    def prefetch(self, context: Context) -> None:
-        """Gather what the calls before the one that ``context`` is at will need."""
-        ahead, position, budget = 0, context.cursor - 1, self._residency.prefetch_bytes
-        if not budget:
-            return
-        under_way: dict[Bucket, bool] = {}
-        while position >= 0 and ahead < budget:
-            for bucket in context.calls[position].partitioned:
-                ahead += bucket.num_bytes
-                if ahead <= budget and (bucket.parameters.live or self._residency.may_prefetch(bucket, under_way)):
-                    under_way.setdefault(bucket, bucket.parameters.presence is Presence.UNSHARDING)
-                    bucket.parameters.unshard()
-                    self._residency.note_prefetched(bucket)
-            position -= 1
-        for bucket, since_before in under_way.items():
-            if since_before:
-                bucket.parameters.advance()
-
-    def _open(self, unit: Unit) -> None:
-        for bucket in unit.partitioned:
-            self._residency.open(bucket)
-        if self._accumulates:
-            for gradients in unit.gradients:
-                gradients.open()
 
     # Ending ----------------------------------------------------------------------------------------------------------
 
@@ -575,24 +412,24 @@ class Backward:
 
     def _finish_all(self) -> None:
         self.failed = True  # unless this gets to its end
-        self._leave()
+        self.walk.leave()
         if self._votes:
             self._follow(-1)
         self._alive = _nothing
         self.running = False
         if self._accumulates:
-            self._contexts.expire(self._visited)
+            self._contexts.expire(self.walk.visited)
             if self._retains:  # another backward may come, together with that of other forwards
-                for context in self._visited:
+                for context in self.walk.visited:
                     self._contexts.reopen(context)
             self._on_end(self._syncs)
             self._rest()
         else:
-            for context in self._visited:
+            for context in self.walk.visited:
                 context.rewind()
                 context.phase = Phase.OPEN
-        self._visited.clear()
-        self._residency.clear()
+        self.walk.visited.clear()
+        self._residency.settle(driven=False)
         self.failed = False
 
     @property
@@ -621,11 +458,11 @@ class Backward:
         self._tell(RuntimeError("a backward ended with an exception"), inside=False)
         self.running, self.failed = False, self._accumulates
         self._alive = _nothing
-        self._at = None
+        self.walk.at = None
         if not self._accumulates:
-            for context in self._visited:
+            for context in self.walk.visited:
                 context.rewind()
-        self._visited.clear()
+        self.walk.visited.clear()
         self._contexts.expire()
         try:
             self._reductions.abandon()
@@ -659,3 +496,7 @@ def multiplied(why: str) -> float:
 
 def _always() -> bool:
     return True
+
+
+def _index(bucket: Bucket) -> int:
+    return bucket.index

@@ -46,7 +46,7 @@ class GatherVotes:
         """Gather ``bucket``, after those that other ranks need first."""
         while (chosen := self._vote(bucket.index)) != bucket.index:
             self._serve(self._buckets[chosen])
-        bucket.parameters.unshard_now()
+        bucket.parameters.start()
 
     def settle(self) -> None:
         """Serve the others until no rank needs anything. Every rank calls it, before anything else is collective."""
@@ -60,14 +60,14 @@ class GatherVotes:
     def _serve(self, bucket: Bucket) -> None:
         parameters = bucket.parameters
         if parameters.presence is Presence.UNSHARDING:
-            parameters.wait()
+            bucket.executor.wait(bucket)
         if parameters.live:
             parameters.give()
             return
-        parameters.unshard_now()
-        parameters.wait()
+        parameters.start()
+        bucket.executor.wait(bucket)
         if not bucket.active:
-            parameters.reshard()
+            bucket.executor.reshard(bucket)
 
     def _vote(self, wanted: int) -> int:
         self.num_votes += 1

@@ -25,10 +25,11 @@ from zoo.shard.call_stack import exception_of_call, is_called
 from zoo.shard.placement.units import UnitSpec
 from zoo.shard.runtime.backward import Backward
 from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Unit
+from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.external import registered
 from zoo.shard.runtime.outputs import tensors_in
 from zoo.shard.runtime.reductions import Demand, Reductions
-from zoo.shard.runtime.residency import Residency
+from zoo.shard.runtime.residency import Residency, ResidencyPolicy
 
 if TYPE_CHECKING:
     from zoo.shard.runtime.gather_votes import GatherVotes
@@ -48,7 +49,8 @@ class Runtime:
         comm: all ranks of the model.
         reduce_dtype: dtype in which gradients travel, None for their own.
         overlap: reduce buckets during backward; otherwise all at its end.
-        prefetch_bytes, keep_bytes: see :class:`~zoo.shard.runtime.residency.Residency`.
+        executor: carries out what is decided here.
+        policy: what is gathered ahead, and what stays gathered.
         votes: where ranks agree on gathers, None where all of them need the same ones.
         cast_inputs: forward pre-hook of the model (``placement/precision.py``), None for none.
         demand_all: a synchronised backward that leaves a trainable parameter without a gradient is an error.
@@ -70,23 +72,24 @@ class Runtime:
         comm: Communicator,
         reduce_dtype: torch.dtype | None,
         overlap: bool,
-        prefetch_bytes: int,
-        keep_bytes: int,
+        executor: Executor,
+        policy: ResidencyPolicy,
+        recovery: Recovery | None = None,
         demand_all: bool = False,
         votes: GatherVotes | None = None,
         cast_inputs: Callable[..., Any] | None = None,
     ) -> None:
         self.unreduced = self.reduced = self.waiting = False
-        self.recovery: Recovery | None = None
+        self.executor, self.recovery = executor, recovery
         self._votes = votes
         self._buckets = list(buckets)
         self._mine = frozenset(buckets)
-        self.reductions = Reductions(self._buckets, reduce_dtype=reduce_dtype)
-        self.residency = Residency(self._buckets, prefetch_bytes=prefetch_bytes, keep_bytes=keep_bytes)
+        self.reductions = Reductions(self._buckets, executor, reduce_dtype=reduce_dtype)
+        self.residency = Residency(self._buckets, executor, policy)
         self.contexts = Contexts()
         self.backward = Backward(
-            self.contexts, self.residency, self.reductions, self._buckets, comm=comm, overlap=overlap,
-            on_end=self._after_backward, divergent=votes is not None,
+            self.contexts, self.residency, self.reductions, self._buckets, executor=executor, comm=comm,
+            overlap=overlap, on_end=self._after_backward, recovery=recovery, divergent=votes is not None,
         )  # fmt: skip
         self._demand = Demand(self._buckets) if demand_all else None
         self._context: Context | None = None
@@ -161,7 +164,7 @@ class Runtime:
             self.backward.begin()
             unit.depth += 1
             for bucket in unit.partitioned:
-                bucket.parameters.wait()
+                self.executor.wait(bucket)
             return
         # A call inside of another that looks as if that one was over: not within it by name, or once more.
         if self._depth and (unit.entered == self._pass or self._running[-1] not in unit.within):
@@ -232,8 +235,7 @@ class Runtime:
             try:
                 if unit.partitioned:
                     self._events.append(context is not None and len(context.calls) > before)
-                    keep = self._trains and torch.is_grad_enabled()
-                    self.residency.exit(unit.partitioned, keep=keep, again=keep or self._pass_grad)
+                    self.residency.exit(unit.partitioned, backward=self._trains and torch.is_grad_enabled())
             finally:
                 self._running.pop()
             if self._depth == 0:
@@ -301,7 +303,7 @@ class Runtime:
     def where(self) -> tuple[str, str, str]:
         """What runs now: forward, backward or outside; of which context; at the call of which unit."""
         backward = self.backward
-        if (at := backward.at) is not None:
+        if (at := backward.walk.place) is not None:
             return "backward", _name_of(at[0]), at[1] or "(model)"
         if self._running:
             context = _name_of(self._context) if self._context is not None else ""
@@ -385,8 +387,7 @@ class Runtime:
         if self._context is not None:
             self._context.use([bucket])
         bucket.active += calls
-        self.residency.claim(bucket)
-        bucket.parameters.wait()
+        self.residency.enter_late(bucket)
         _log.info(
             "%s is used in the forward of %s, which does not own it: registered as external", bucket.called(slot), where
         )
@@ -475,7 +476,7 @@ class Runtime:
         parameters = bucket.parameters
         stays = parameters.live and (bucket.active > 0 or not parameters.rounds)
         before = (stays, parameters.refused)
-        parameters.wait(exact=True)
+        self.executor.wait(bucket, exact=True)
         bucket.active += 1
         if bucket not in self.held:
             if bucket.partitioned:
@@ -497,15 +498,14 @@ class Runtime:
         if forget or not was_live:
             self.residency.forget(bucket)
         elif was_hidden:
-            bucket.parameters.hide()
+            self.executor.hide(bucket)
 
     def plan(self) -> Plan:
         """What a training forward like the latest one and its backward do; before the first: all units in turn."""
         from zoo.shard.runtime.planning import calls_of, plan_pass, units_in_turn
 
         calls = calls_of(self._latest) if self._latest else units_in_turn(self.units)
-        residency = self.residency
-        return plan_pass(calls, prefetch_bytes=residency.prefetch_bytes, keep_bytes=residency.keep_bytes)
+        return plan_pass(calls, self.residency.policy)
 
     def plan_window(self, drives: Sequence[Drive], max_bytes: int | None) -> Plan:
         """What a window with these drives does."""
@@ -516,11 +516,7 @@ class Runtime:
             if drive.verb == "forward" and drive.like not in calls:
                 seen = self.window_calls.get(drive.like)
                 calls[drive.like] = units_in_turn(self.units, drive.modules) if seen is None else calls_of(seen)
-        residency = self.residency
-        return plan_window(
-            drives, calls, prefetch_bytes=residency.prefetch_bytes, keep_bytes=residency.keep_bytes,
-            window_bytes=max_bytes,
-        )  # fmt: skip
+        return plan_window(drives, calls, self.residency.policy, max_bytes)
 
     def note_calls(self, key: Hashable) -> None:
         """The forward that has just ended was that of micro-batch ``key`` of a window."""

@@ -7,44 +7,46 @@ as a new one; nothing is ever invalidated, and a wrong prediction costs an early
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zoo.shard.buckets import Bucket
 
 _MAX_ORDERS = 16  # a mode; the oldest goes
 
 
 class Orders:
-    """Predicts a sequence of bucket indices from the sequences seen before."""
+    """Predicts a sequence of buckets from the sequences seen before.
+
+    Attributes:
+        seen: of this pass. expected: of all of it; what comes next is ``expected[len(seen):]``.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, list[list[int]]] = {}
+        self._known: dict[Hashable, list[list[Bucket]]] = {}
         self._mode: Hashable = None
-        self._seen: list[int] = []
-        self._expected: list[int] = []
+        self.seen: list[Bucket] = []
+        self.expected: list[Bucket] = []
 
     def begin(self, mode: Hashable) -> None:
         """A pass begins; the most recently used order of its mode is expected."""
         self._mode = mode
-        self._seen = []
+        self.seen = []
         known = self._known.get(mode)
-        self._expected = known[-1] if known else []
+        self.expected = known[-1] if known else []
 
-    def advance(self, index: int) -> None:
-        """The pass needs bucket ``index`` now."""
-        seen, expected = self._seen, self._expected
+    def advance(self, bucket: Bucket) -> None:
+        """The pass needs ``bucket`` now."""
+        seen, expected = self.seen, self.expected
         position = len(seen)
-        seen.append(index)
-        if (position < len(expected) and expected[position] != index) or position >= len(expected) > 0:
-            self._expected = next((o for o in self._known[self._mode] if o[: position + 1] == seen), [])
-
-    def upcoming(self) -> Iterator[int]:
-        """The buckets expected next, soonest first; nothing when the pass is unknown."""
-        expected = self._expected
-        for position in range(len(self._seen), len(expected)):
-            yield expected[position]
+        seen.append(bucket)
+        if (position < len(expected) and expected[position] is not bucket) or position >= len(expected) > 0:
+            self.expected = next((o for o in self._known[self._mode] if o[: position + 1] == seen), [])
 
     def end(self) -> None:
         """The pass is over: remember its order as the latest of its mode."""
-        seen = self._seen
+        seen = self.seen
         if not seen:
             return
         known = self._known.setdefault(self._mode, [])

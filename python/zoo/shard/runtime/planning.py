@@ -1,7 +1,7 @@
-"""The plan of a forward and its backward: what will be gathered and released, from recorded unit calls and budgets.
+"""The plan of a forward and its backward: what will be gathered and released, from recorded unit calls and a policy.
 
-It is the runtime's own code (``residency.py``, the walk of ``backward.py``) run on stand-ins of the buckets, which hold
-no memory and write down what is asked of them. So there is one policy, and a plan is what a recording will be.
+It is the runtime's own code (``residency.py``, ``walk.py``) on an executor that moves nothing and writes down what is
+asked of it. So there is one policy, and a plan is what a recording will be.
 
 The plan is that of a training pass that is predicted right: prefetching knows its order, and no unit is recomputed in
 backward. That of a window (``window.py``) comes from a schedule's list of :class:`Drive`.
@@ -16,9 +16,10 @@ from typing import Any, Literal
 from zoo.plan import Action, Actions, Kind, Moment
 from zoo.shard.buckets import Bucket
 from zoo.shard.parameters import Presence
-from zoo.shard.runtime.backward import Backward
 from zoo.shard.runtime.contexts import Context, Contexts, Part
-from zoo.shard.runtime.residency import Residency
+from zoo.shard.runtime.executor import Executor
+from zoo.shard.runtime.residency import Residency, ResidencyPolicy, WindowBudget
+from zoo.shard.runtime.walk import Walk, launches_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,32 +96,30 @@ def calls_of(events: Iterable[Any]) -> list[Call]:
     return [Exit(event) if isinstance(event, bool) else Enter(event.name, event.partitioned) for event in events]
 
 
-def plan_pass(calls: Sequence[Call], *, prefetch_bytes: int, keep_bytes: int) -> Plan:
+def plan_pass(calls: Sequence[Call], policy: ResidencyPolicy) -> Plan:
     """What happens to partitioned buckets in a forward of these calls and its backward.
 
     Args:
         calls: enters and exits as they come; they nest as the modules do.
-        prefetch_bytes, keep_bytes: see :class:`~zoo.shard.runtime.residency.Residency`.
+        policy: what is gathered ahead, and what stays gathered.
     """
-    buckets = list(dict.fromkeys(b for event in calls if isinstance(event, Enter) for b in event.buckets))
-    return _Planner(buckets, prefetch_bytes, keep_bytes).run(calls)
+    return _Planner(calls, policy).run(calls)
 
 
 def plan_window(
-    drives: Sequence[Drive], calls: Mapping[Hashable, Sequence[Call]], *, prefetch_bytes: int, keep_bytes: int,
-    window_bytes: int | None,
-) -> Plan:  # fmt: skip
+    drives: Sequence[Drive], calls: Mapping[Hashable, Sequence[Call]], policy: ResidencyPolicy, window_bytes: int | None
+) -> Plan:
     """What happens to partitioned buckets in a window with these drives, after one that was like it.
 
     Args:
         calls: by ``like``: what a forward enters and exits.
-        prefetch_bytes, keep_bytes, window_bytes: see :class:`~zoo.shard.runtime.residency.Residency`.
+        policy: see :func:`plan_pass`. window_bytes: of the window, where it has a budget.
     """
-    every = [event for part in calls.values() for event in part if isinstance(event, Enter)]
-    planner = _Planner(list(dict.fromkeys(b for event in every for b in event.buckets)), prefetch_bytes, keep_bytes)
-    planner.window(drives, calls, window_bytes)  # prefetching knows its orders from this
-    planner.restart()
-    return planner.window(drives, calls, window_bytes)
+    planner = _Planner([event for part in calls.values() for event in part], policy)
+    if window_bytes is not None:
+        planner.residency.use(WindowBudget(window_bytes, policy))
+    planner.window(drives, calls)  # prefetching knows its orders from this
+    return planner.window(drives, calls)
 
 
 def _reductions(drives: Sequence[Drive]) -> int:
@@ -130,130 +129,77 @@ def _reductions(drives: Sequence[Drive]) -> int:
 
 
 class _Planner:
-    def __init__(self, buckets: Sequence[Bucket], prefetch_bytes: int, keep_bytes: int) -> None:
-        self.actions = Actions()
-        self.gathers: list[tuple[Bucket, bool]] = []
-        self.secondary: set[Bucket] = set()
-        self.now = (Moment.FORWARD, "")
-        self.ahead = False
-        size = max((b.index for b in buckets), default=-1) + 1
-        self._stand_ins: list[Any] = [None] * size
-        for bucket in buckets:
-            self._stand_ins[bucket.index] = _StandIn(self, bucket)
-        # They are found by the index of their bucket; no bucket that is not used is asked for.
-        self._used = [s for s in self._stand_ins if s is not None]
-        self._residency = _Planned(self, self._stand_ins, self._used, prefetch_bytes, keep_bytes)
+    """Goes through passes as the hooks do, with buckets and an executor that are none.
+
+    Attributes:
+        residency: of those.
+    """
+
+    def __init__(self, calls: Sequence[Call], policy: ResidencyPolicy) -> None:
+        buckets = dict.fromkeys(b for event in calls if isinstance(event, Enter) for b in event.buckets)
+        self._planned: dict[Bucket, Any] = {bucket: _PlannedBucket(bucket) for bucket in buckets}
+        self._executor = _NullExecutor()
+        self.residency = Residency(list(self._planned.values()), self._executor, policy)
 
     def run(self, calls: Sequence[Call]) -> Plan:
-        residency, mode = self._residency, "training"
+        """One forward and its backward."""
+        residency, mode = self.residency, "training"
         residency.begin(mode)
         for event in calls:  # prefetching knows the order from an earlier pass
             for bucket in event.buckets if isinstance(event, Enter) else ():
-                residency.orders.advance(bucket.index)
+                residency.orders.advance(self._planned[bucket])
         residency.orders.end()
-        context = self._forward(calls, mode, Context(0, 0))
-        self._walker().walk_through(context)
-        self._residency.clear()
-        return self._plan()
+        context, walk = self._forward(calls, mode, Context(0, 0)), self._walk(Contexts())
+        self._executor.now = (Moment.BACKWARD, "")
+        walk.begin(accumulates=True, launches=False)
+        walk.go_to(context)
+        walk.leave()
+        residency.settle(driven=False)
+        return self._executor.plan()
 
-    def window(self, drives: Sequence[Drive], calls: Mapping[Hashable, Sequence[Call]], num_bytes: int | None) -> Plan:
+    def window(self, drives: Sequence[Drive], calls: Mapping[Hashable, Sequence[Call]]) -> Plan:
         """All that a schedule does, from the beginning of the window to its end."""
-        self._residency.window_bytes = num_bytes
-        contexts, walker = Contexts(), self._walker()
+        self._executor.restart()
+        contexts = Contexts()
+        walk = self._walk(contexts)
         running: dict[Hashable, Context] = {}
         for drive in drives:
             if drive.verb == "forward":
                 running[drive.key] = self._forward(calls[drive.like], "training", contexts.drive(f"{drive.key}"))
                 continue
-            self.now = (Moment.BACKWARD, "")
+            self._executor.now = (Moment.BACKWARD, "")
             part = Part(drive.verb)
-            walker.drive_through(running[drive.key], part)
+            walk.drive(running[drive.key], part, launches=False)
+            walk.arrive()
+            self.residency.settle(driven=True)
             if part is not Part.INPUTS:
                 contexts.close(running.pop(drive.key))
-        self._residency.clear()
-        return self._plan(reductions=_reductions(drives))
+        self.residency.clear()
+        return self._executor.plan(reductions=_reductions(drives))
 
-    def restart(self) -> None:
-        """What was planned is forgotten, but not the orders."""
-        self.actions, self.gathers, self.secondary = Actions(), [], set()
-
-    def _plan(self, **more: int) -> Plan:
-        return Plan(
-            actions=self.actions, gathers=tuple(self.gathers), secondary=frozenset(self.secondary), **more
-        )  # fmt: skip
+    def _walk(self, contexts: Contexts) -> Walk:
+        return Walk(contexts, self.residency, self._executor, partitioned=True, launch=launches_nothing)
 
     def _forward(self, calls: Sequence[Call], mode: str, context: Context) -> Context:
-        residency = self._residency
+        residency, executor = self.residency, self._executor
         running: list[Any] = []
         residency.begin(mode)
         for event in calls:
             if isinstance(event, Enter):
-                unit: Any = _Unit(event.name, tuple(self._stand_ins[b.index] for b in event.buckets))
+                unit: Any = _Unit(event.name, tuple(self._planned[b] for b in event.buckets))
                 running.append(unit)
-                self.now = (Moment.FORWARD, unit.name)
+                executor.now = (Moment.FORWARD, unit.name)
                 context.use(unit.partitioned)
                 residency.enter(unit.partitioned)
                 continue
             unit = running[-1]
             if event.called:
                 context.calls.append(unit)
-            residency.exit(unit.partitioned, keep=True, again=True)
+            residency.exit(unit.partitioned, backward=True)
             running.pop()
-            self.now = (Moment.FORWARD, running[-1].name if running else "")
+            executor.now = (Moment.FORWARD, running[-1].name if running else "")
         residency.end()
         return context
-
-    def _walker(self) -> Any:
-        made: Any = Backward
-        backward = made(
-            Contexts(), self._residency, None, self._used, comm=None, overlap=False, on_end=lambda synced: None
-        )
-        self.now = (Moment.BACKWARD, "")
-        plain = backward.prefetch
-
-        def prefetch(at: Context) -> None:
-            self.ahead = True
-            plain(at)
-            self.ahead = False
-
-        backward.prefetch = prefetch
-        return backward
-
-    def note(self, kind: Kind, bucket: Bucket) -> None:
-        moment, unit = self.now
-        self.actions.append(
-            Action(
-                kind=kind, bucket=bucket.index, label=bucket.label, num_bytes=bucket.num_bytes, moment=moment, unit=unit
-            )
-        )
-
-
-class _Planned(Residency):
-    """The residency of stand-ins."""
-
-    def __init__(
-        self, planner: _Planner, stand_ins: list[Any], used: list[Any], prefetch_bytes: int, keep_bytes: int
-    ) -> None:
-        super().__init__(stand_ins, prefetch_bytes=prefetch_bytes, keep_bytes=keep_bytes)
-        self._planner, self._used = planner, used
-
-    def prefetch(self) -> None:
-        self._planner.ahead = True
-        super().prefetch()
-        self._planner.ahead = False
-
-    def clear(self) -> None:
-        by_index, self._buckets = self._buckets, self._used
-        super().clear()
-        self._buckets = by_index
-
-    def settle(self) -> None:
-        by_index, self._buckets = self._buckets, self._used
-        super().settle()
-        self._buckets = by_index
-
-    def _whole_bytes(self) -> int:
-        return sum(b.num_bytes for b in self._used if b.presence is not Presence.SHARDED)
 
 
 class _Unit:
@@ -266,45 +212,76 @@ class _Unit:
         self.gradients: tuple[Any, ...] = ()
 
 
-class _StandIn:
-    """What the policy needs of a bucket, and of its parameters."""
+class _PlannedBucket:
+    """What residency and walks keep of a bucket, and of its parameters."""
 
     partitioned, gradients = True, None
 
-    def __init__(self, planner: _Planner, bucket: Bucket) -> None:
-        self._planner, self._bucket = planner, bucket
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
         self.index, self.spec, self.num_bytes = bucket.index, bucket.spec, bucket.num_bytes
         self.leases, self.active, self.context_serial = 0, 0, -1
         self.parameters = self
         self.presence = Presence.SHARDED
         self.secondary: bool | None = None
 
-    def unshard(self) -> None:
-        if self.presence is Presence.SHARDED:
-            self.presence = Presence.HIDDEN
-            self._planner.gathers.append((self._bucket, self.secondary is not None))
-            self._planner.note(Kind.PREFETCH if self._planner.ahead else Kind.UNSHARD, self._bucket)
-
-    def wait(self) -> None:
-        self.unshard()
-
-    def reshard(self, *, again: bool = False) -> None:
-        if self.presence is not Presence.SHARDED:
-            self.presence = Presence.SHARDED
-            self._planner.note(Kind.RESHARD, self._bucket)
-            if again and self._bucket.secondary_bytes():
-                self.secondary = True
-                self._planner.secondary.add(self._bucket)
-
-    @property
-    def live(self) -> bool:
-        return self.presence is not Presence.SHARDED
-
     def drop_secondary(self) -> None:
+        """As of a bucket's parameters."""
         self.secondary = None
 
-    def hide(self) -> None:
-        """It has nothing to hide."""
 
-    def advance(self) -> None:
-        """It is here at once."""
+class _NullExecutor(Executor):
+    """Moves nothing: what is gathered is here at once, and everything is written down.
+
+    Attributes:
+        now: when it is, and which unit runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = (Moment.FORWARD, "")
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing has been written down yet."""
+        self._actions = Actions()
+        self._gathers: list[tuple[Bucket, bool]] = []
+        self._secondary: set[Bucket] = set()
+
+    def plan(self, *, reductions: int = 1) -> Plan:
+        """What has been."""
+        return Plan(
+            actions=self._actions, gathers=tuple(self._gathers), secondary=frozenset(self._secondary),
+            reductions=reductions,
+        )  # fmt: skip
+
+    def unshard(self, bucket: Any, *, exact: bool = False, ahead: bool = False) -> None:
+        """See :class:`Executor`."""
+        if bucket.presence is Presence.SHARDED:
+            bucket.presence = Presence.HIDDEN
+            self._gathers.append((bucket.bucket, bucket.secondary is not None))
+            self._note(Kind.PREFETCH if ahead else Kind.UNSHARD, bucket.bucket)
+
+    def wait(self, bucket: Any, *, exact: bool = False) -> None:
+        """See :class:`Executor`."""
+        self.unshard(bucket)
+
+    def hide(self, bucket: Any) -> None:
+        """Nobody sees it anyway."""
+
+    def reshard(self, bucket: Any, *, again: bool = False) -> None:
+        """See :class:`Executor`."""
+        if bucket.presence is not Presence.SHARDED:
+            bucket.presence = Presence.SHARDED
+            self._note(Kind.RESHARD, bucket.bucket)
+            if again and bucket.bucket.secondary_bytes():
+                bucket.secondary = True
+                self._secondary.add(bucket.bucket)
+
+    def _note(self, kind: Kind, bucket: Bucket) -> None:
+        moment, unit = self.now
+        self._actions.append(
+            Action(
+                kind=kind, bucket=bucket.index, label=bucket.label, num_bytes=bucket.num_bytes, moment=moment, unit=unit
+            )
+        )

@@ -15,6 +15,7 @@ import torch
 
 from zoo.shard.buckets import Bucket
 from zoo.shard.gradients import BucketGradients
+from zoo.shard.runtime.executor import Executor
 
 
 class Follower(Protocol):
@@ -38,11 +39,16 @@ class Reductions:
 
     Args:
         buckets: all of them, in order.
+        executor: reduces them.
         reduce_dtype: dtype in which gradients travel, None for their own.
         num_in_flight: reductions under way before the oldest is waited for.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, reduce_dtype: torch.dtype | None, num_in_flight: int = 2) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], executor: Executor, *, reduce_dtype: torch.dtype | None,
+        num_in_flight: int = 2,
+    ) -> None:  # fmt: skip
+        self._executor = executor
         self.follower: Follower | None = None
         every = [b.gradients for b in reversed(buckets) if b.gradients is not None]
         self._all = [g for g in every if not g.bucket.routes.axes.spans_layers]
@@ -72,7 +78,7 @@ class Reductions:
             self._land()
         for older, _ in self._in_flight:
             older.advance()
-        self._in_flight.append((gradients, gradients.start_reduce(self._reduce_dtype)))
+        self._in_flight.append((gradients, self._executor.reduce(gradients.bucket, self._reduce_dtype)))
         if gradients.bucket.routes.axes.world.size == 1:  # it is over already
             self._land()
 

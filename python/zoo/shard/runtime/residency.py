@@ -1,45 +1,164 @@
-"""Which gathered buckets stay in memory: prefetched ones, and those that backward will soon need again.
+"""Which partitioned buckets are gathered before they are needed, and which stay gathered while nobody uses them.
 
-A *window* (``window.py``) has a policy of its own: whatever is gathered stays, as long as all that is whole has at most
-its bytes; what has to make room is what was used last. For a model that is gone through again and again from the first
-unit to the last this is the best that can be done (what was used last is needed last), and for one that is gone
-through forwards and backwards in turn it is as good as the other way round.
+A policy decides and does nothing. :class:`Residency` asks it at the same points of the program on every rank, and what
+follows is collective: it must answer alike everywhere, and so from what it was made with and is given alone. Plans ask
+the same object, about buckets that stand for the real ones; of a bucket it may use ``index``, ``num_bytes``, ``spec``,
+``active`` and ``leases``.
+
+Forward and backward go the same way: :meth:`Residency.need` before a bucket is used, :meth:`Residency.prefetch` with
+what comes after it, :meth:`Residency.rest` when nobody that runs needs it any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from itertools import islice
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from zoo.shard.buckets import Bucket
 from zoo.shard.parameters import Presence
+from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.orders import Orders
-
-_SHARDED, _UNSHARDING = Presence.SHARDED, Presence.UNSHARDING
 
 REUSE_WINDOW = 4
 """A bucket that one of the next so many acquisitions of the recorded order needs again is not released in between."""
 
+_SHARDED, _UNSHARDING = Presence.SHARDED, Presence.UNSHARDING
 
-class Residency:
-    """Gathers ahead, and keeps what was gathered, within budgets of bytes.
+
+class ResidencyPolicy:
+    """Gathers when somebody needs it, and keeps nothing: where a policy of one's own begins.
+
+    Attributes:
+        prefetches: :meth:`ahead` is asked. makes_room: :meth:`room` is.
+    """
+
+    prefetches = False
+    makes_room = False
+
+    def ahead(self, order: Sequence[Bucket], position: int) -> Iterable[Bucket]:
+        """A unit is about to run: what to gather now of the buckets that come after it.
+
+        Args:
+            order: all of them are ``order[position:]``, the soonest first, once for each unit that needs them.
+        """
+        return ()
+
+    def room(self, bucket: Bucket, now: Residency, soon: Collection[Bucket] | None) -> Iterable[Bucket] | None:
+        """``bucket`` is about to be gathered: what of ``now.resting`` and ``now.ahead`` to release before that.
+
+        Args:
+            soon: it is gathered ahead, after these, which are needed sooner; None: it is needed now.
+
+        Returns:
+            None if it is not to be gathered yet, which ends this prefetch.
+        """
+        return ()
+
+    def rest(self, bucket: Bucket, now: Residency, *, backward: bool) -> Collection[Bucket]:
+        """No unit that runs needs ``bucket`` any more: what to release of it and ``now.resting``.
+
+        What is left rests until it is needed again, released, or stale; at the latest an update releases it.
+
+        Args:
+            backward: a backward will need it.
+        """
+        return (bucket,)
+
+
+class Budgets(ResidencyPolicy):
+    """The default: budgets of bytes.
 
     Args:
         prefetch_bytes: how far ahead of the running unit buckets are gathered.
         keep_bytes: gathered buckets kept after a forward for the backward to come, the latest first.
-
-    Attributes:
-        window_bytes: of all that is whole, while a window with a budget is open; None otherwise.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, prefetch_bytes: int, keep_bytes: int) -> None:
-        self._buckets = buckets
+    def __init__(self, *, prefetch_bytes: int, keep_bytes: int) -> None:
         self.prefetch_bytes, self.keep_bytes = prefetch_bytes, keep_bytes
-        self.window_bytes: int | None = None
+        self.prefetches = prefetch_bytes > 0
+
+    def ahead(self, order: Sequence[Bucket], position: int) -> Iterable[Bucket]:
+        """As far as the budget goes."""
+        left = self.prefetch_bytes
+        for end in range(position, len(order)):
+            left -= order[end].num_bytes
+            if left < 0:
+                return order[position:end]
+        return order[position:]
+
+    def rest(self, bucket: Bucket, now: Residency, *, backward: bool) -> Collection[Bucket]:
+        """What backward needs stays as far as the budget goes, and the latest the longest."""
+        if not backward or bucket.num_bytes > self.keep_bytes:
+            return (bucket,)
+        over = now.resting_bytes + bucket.num_bytes - self.keep_bytes
+        if over <= 0:
+            return ()
+        released = []
+        for oldest in now.resting:
+            released.append(oldest)
+            over -= oldest.num_bytes
+            if over <= 0:
+                break
+        return released
+
+
+class WindowBudget(ResidencyPolicy):
+    """Of a window (``window.py``): whatever is gathered stays, as long as all that is whole has at most so many bytes.
+
+    What has to make room is what was used last. For a model that is gone through again and again from the first unit to
+    the last this is the best that can be done (what was used last is needed last), and for one that is gone through
+    forwards and backwards in turn it is as good as the other way round.
+
+    Args:
+        outside: the policy outside of the window, which says what is gathered ahead.
+    """
+
+    makes_room = True
+
+    def __init__(self, max_bytes: int, outside: ResidencyPolicy) -> None:
+        self._max_bytes, self.prefetches, self.ahead = max_bytes, outside.prefetches, outside.ahead  # type: ignore[method-assign]
+
+    def room(self, bucket: Bucket, now: Residency, soon: Collection[Bucket] | None) -> Iterable[Bucket] | None:
+        """As much as is there; what is gathered ahead makes room only for what is needed now."""
+        over = now.whole_bytes() + bucket.num_bytes - self._max_bytes
+        released: dict[Bucket, None] = {}
+        for victim in (*reversed(now.resting), *(reversed(now.ahead) if soon is None else ())):
+            if over <= 0:
+                break
+            if not victim.active and victim not in (soon or ()) and victim not in released:
+                released[victim] = None
+                over -= victim.num_bytes
+        return None if over > 0 and soon is not None else released
+
+    def rest(self, bucket: Bucket, now: Residency, *, backward: bool) -> Collection[Bucket]:
+        """It stays where there is room for it."""
+        return (bucket,) if now.whole_bytes() > self._max_bytes else ()
+
+
+class Residency:
+    """Gathers and releases the partitioned ones of ``buckets``, as a policy decides.
+
+    Attributes:
+        policy: the one that is asked.
+        resting: whole, and nobody uses them; the one that has rested longest is first. resting_bytes: of them.
+        ahead: gathered, and not used since.
+        orders: in which buckets are needed.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], executor: Executor, policy: ResidencyPolicy) -> None:
+        self._buckets = [b for b in buckets if b.partitioned]
+        self._executor = executor
         self.orders = Orders()
-        self._kept: dict[Bucket, None] = {}
-        self._kept_bytes = 0
-        self._ahead: dict[Bucket, None] = {}  # prefetched in this forward, not used yet
+        self.resting: dict[Bucket, None] = {}
+        self.resting_bytes = 0
+        self.ahead: dict[Bucket, None] = {}
+        self.use(policy)
+
+    def use(self, policy: ResidencyPolicy) -> None:
+        """Ask this one from now on."""
+        self.policy = policy
+        self.prefetches, self._makes_room = policy.prefetches, policy.makes_room
+
+    # Forward ---------------------------------------------------------------------------------------------------------
 
     def begin(self, mode: Hashable) -> None:
         """A pass begins."""
@@ -48,202 +167,137 @@ class Residency:
     def end(self) -> None:
         """A pass is over: what was prefetched and not used was a wrong prediction."""
         self.orders.end()
-        ahead, self._ahead = self._ahead, {}
+        ahead, self.ahead = self.ahead, {}
         for bucket in ahead:
             if not bucket.active:
-                bucket.parameters.reshard()
+                self._executor.reshard(bucket)
 
     def enter(self, buckets: Sequence[Bucket]) -> None:
         """A unit that uses these partitioned buckets is about to run."""
         for bucket in buckets:  # first of all: what fails below leaves each of them counted once
             bucket.active += 1
         for bucket in buckets:
-            self.claim(bucket)
-        if self.prefetch_bytes:
-            self.prefetch()
+            self.need(bucket)
+            self.orders.advance(bucket)
+        if self.prefetches:
+            self.prefetch(self.orders.expected, len(self.orders.seen))
         for bucket in buckets:
-            bucket.parameters.wait()
+            self._executor.wait(bucket)
 
-    def exit(self, buckets: Sequence[Bucket], *, keep: bool, again: bool) -> None:
-        """It has run; ``keep``, ``again``: see :meth:`set_aside`."""
+    def enter_late(self, bucket: Bucket) -> None:
+        """A unit that runs uses ``bucket`` from now on."""
+        self.need(bucket)
+        self.orders.advance(bucket)
+        self._executor.wait(bucket)
+
+    def exit(self, buckets: Sequence[Bucket], *, backward: bool) -> None:
+        """It has run; ``backward``: one will need them."""
         for bucket in buckets:
             bucket.active -= 1
-            if bucket.active == 0:
-                self.set_aside(bucket, keep=keep, again=again)
+            if bucket.active or bucket.parameters.presence is _SHARDED:  # it is used, or its gather failed
+                continue
+            if len(bucket.spec.units) > 1 and not self._makes_room and self._is_soon(bucket):
+                self.ahead[bucket] = None  # the next unit of the same bucket is about to start
+                self._executor.hide(bucket)
+            else:
+                self.rest(bucket, backward=backward)
 
-    def claim(self, bucket: Bucket) -> None:
+    def _is_soon(self, bucket: Bucket) -> bool:
+        position = len(self.orders.seen)
+        return bucket in self.orders.expected[position : position + REUSE_WINDOW]
+
+    # Forward and backward --------------------------------------------------------------------------------------------
+
+    def need(self, bucket: Bucket) -> None:
         """A unit that is about to run needs ``bucket``: begin to gather it unless it is here."""
-        parameters = bucket.parameters
-        if parameters.presence is not _SHARDED:
-            self.unkeep(bucket)
-            self._ahead.pop(bucket, None)
-        else:
-            if self.window_bytes is not None:
-                self._make_room(bucket)
-            parameters.unshard()
-        self.orders.advance(bucket.index)
-
-    def prefetch(self) -> None:
-        """Gather what the recorded order needs next."""
-        ahead = 0
-        soon: list[Bucket] = []
-        under_way = [
-            bucket for bucket in self._ahead if bucket.parameters.presence is _UNSHARDING
-        ]  # for a unit's time by now
-        for index in self.orders.upcoming():
-            bucket = self._buckets[index]
-            ahead += bucket.num_bytes
-            if ahead > self.prefetch_bytes:
-                break
-            if not bucket.parameters.live:
-                if not self.may_prefetch(bucket, soon):
-                    break
-                self._ahead[bucket] = None
-                bucket.parameters.unshard()
-            soon.append(bucket)
-        for bucket in under_way:
-            bucket.parameters.advance()
-
-    def set_aside(self, bucket: Bucket, *, keep: bool, again: bool) -> None:
-        """No unit that runs needs ``bucket`` any more.
-
-        Args:
-            keep: a backward will need it.
-            again: what hpZ keeps of it is to be kept.
-        """
         if bucket.parameters.presence is _SHARDED:
-            return  # its gather failed
-        if self.window_bytes is not None:
-            self._rest(bucket, again=again)
+            for victim in (self.policy.room(bucket, self, None) or ()) if self._makes_room else ():
+                self._release(victim)
+            self._executor.unshard(bucket)
+        elif bucket in self.resting:
+            self._take(bucket)
+        elif bucket in self.ahead:
+            del self.ahead[bucket]
+
+    def _take(self, bucket: Bucket) -> None:
+        """It neither rests nor is it here for later."""
+        if bucket in self.resting:
+            del self.resting[bucket]
+            self.resting_bytes -= bucket.num_bytes
+        if bucket in self.ahead:
+            del self.ahead[bucket]
+
+    def prefetch(self, order: Sequence[Bucket], position: int) -> None:
+        """Gather what the policy wants of ``order[position:]``, which is needed next."""
+        under_way, soon = list(self.ahead), list[Bucket]()
+        for bucket in self.policy.ahead(order, position):
+            if bucket.parameters.presence is _SHARDED:
+                room = self.policy.room(bucket, self, soon) if self._makes_room else ()
+                if room is None:
+                    break
+                for victim in room:
+                    self._release(victim)
+                self.ahead[bucket] = None
+                self._executor.unshard(bucket, ahead=True)
+            if self._makes_room:
+                soon.append(bucket)
+        for bucket in under_way:
+            if bucket.parameters.presence is _UNSHARDING:  # for a unit's time by now
+                self._executor.advance(bucket)
+
+    def rest(self, bucket: Bucket, *, backward: bool) -> None:
+        """No unit that runs needs ``bucket`` any more; ``backward``: one that comes later will."""
+        if bucket.active or bucket.parameters.presence is _SHARDED:
             return
-        if len(bucket.spec.units) > 1 and bucket.index in islice(self.orders.upcoming(), REUSE_WINDOW):
-            self._ahead[bucket] = None  # the next unit of the same bucket is about to start
-            bucket.parameters.hide()
-            return
-        if keep:
-            self._keep(bucket, again=again)
+        if bucket in self.resting or bucket in self.ahead:
+            self._take(bucket)
+        released = self.policy.rest(bucket, self, backward=backward)
+        if bucket in released:
+            self._executor.reshard(bucket, again=bucket.leases > 0)
         else:
-            bucket.parameters.reshard(again=again)
+            self._executor.hide(bucket)
+            self.resting[bucket] = None
+            self.resting_bytes += bucket.num_bytes
+        for victim in released:
+            if victim is not bucket:
+                self._release(victim)
 
-    def put_back(self, bucket: Bucket) -> None:
-        """Backward is past the first use of ``bucket`` in one forward; another forward waits for its own backward."""
-        if not bucket.partitioned or bucket.active or bucket.parameters.presence is _SHARDED:
-            return
-        if self.window_bytes is not None:
-            self._rest(bucket, again=True)
-            return
-        self.unkeep(bucket)
-        self._keep(bucket, again=True)
+    def _release(self, bucket: Bucket) -> None:
+        self._take(bucket)
+        if not bucket.active:
+            self._executor.reshard(bucket, again=bucket.leases > 0)
 
-    def _keep(self, bucket: Bucket, *, again: bool) -> None:
-        """A backward will need ``bucket``: it stays gathered as far as the budget goes, and the latest the longest."""
-        if bucket.num_bytes > self.keep_bytes:
-            bucket.parameters.reshard(again=again)
-            return
-        if bucket.parameters.presence is _UNSHARDING:
-            bucket.parameters.finish_unshard()
-        bucket.parameters.hide()
-        if bucket not in self._kept:
-            self._kept_bytes += bucket.num_bytes
-        self._kept[bucket] = None
-        while self._kept_bytes > self.keep_bytes:
-            oldest = next(iter(self._kept))
-            self.unkeep(oldest)
-            oldest.parameters.reshard(again=True)
+    # Ends ------------------------------------------------------------------------------------------------------------
 
-    def unkeep(self, bucket: Bucket) -> None:
-        """It no longer counts against the budget."""
-        if bucket in self._kept:
-            del self._kept[bucket]
-            self._kept_bytes -= bucket.num_bytes
+    def settle(self, *, driven: bool) -> None:
+        """A backward is over, and with it what it gathered beside its walk (to recompute), and what was kept for it.
+
+        ``driven``: what rests is for the others of a window.
+        """
+        for bucket in self._buckets:
+            if bucket.parameters.presence is not _SHARDED and not (driven and bucket in self.resting):
+                self.rest(bucket, backward=False)
+            if bucket.parameters.secondary is not None and not (driven and bucket.leases):
+                bucket.parameters.drop_secondary()
+        self.ahead.clear()
 
     def forget(self, bucket: Bucket) -> None:
         """What is gathered of this bucket is stale; the next use gathers it again."""
-        self.unkeep(bucket)
-        self._ahead.pop(bucket, None)
+        self._take(bucket)
         if not bucket.active:
-            bucket.parameters.reshard()
+            self._executor.reshard(bucket)
 
     def clear(self) -> None:
         """Release everything that nobody uses."""
-        self._kept.clear()
-        self._ahead.clear()
-        self._kept_bytes = 0
+        self.resting.clear()
+        self.ahead.clear()
+        self.resting_bytes = 0
         for bucket in self._buckets:
-            parameters = bucket.parameters
-            if bucket.partitioned and not bucket.active and parameters.presence is not _SHARDED:
-                parameters.reshard()
-            if parameters.secondary is not None:
-                parameters.drop_secondary()
-
-    # Backward, and windows -------------------------------------------------------------------------------------------
-
-    def open(self, bucket: Bucket) -> None:
-        """Backward needs ``bucket`` now, and until :meth:`finish`."""
-        self.unkeep(bucket)
-        if self.window_bytes is not None:
-            self._ahead.pop(bucket, None)
-            if bucket.parameters.presence is _SHARDED:
-                self._make_room(bucket)
-        bucket.parameters.wait()
-
-    def finish(self, bucket: Bucket, *, again: bool) -> None:
-        """A driven backward is past the first use of ``bucket``; ``again``: there are others to come."""
-        if bucket.active or bucket.parameters.presence is _SHARDED:
-            return
-        if self.window_bytes is not None:
-            self._rest(bucket, again=again)
-        else:
-            self.unkeep(bucket)
-            bucket.parameters.reshard(again=again)
-
-    def settle(self) -> None:
-        """A driven backward is over: what it gathered beside its walk (to recompute) is not used any more."""
-        for bucket in self._buckets:
-            if bucket.partitioned and not bucket.active and bucket not in self._kept:
-                self._ahead.pop(bucket, None)
-                self.finish(bucket, again=bucket.leases > 0)
-            if not bucket.leases and bucket.parameters.secondary is not None:
+            if bucket.parameters.presence is not _SHARDED and not bucket.active:
+                self._executor.reshard(bucket)
+            if bucket.parameters.secondary is not None:
                 bucket.parameters.drop_secondary()
 
-    def may_prefetch(self, bucket: Bucket, soon: Collection[Bucket]) -> bool:
-        """Whether there is room for ``bucket``; in a window room is made for it, except of what is needed ``soon``."""
-        if self.window_bytes is None or bucket.parameters.presence is _UNSHARDING:
-            return True
-        return self._make_room(bucket, spare=soon, must=False)
-
-    def note_prefetched(self, bucket: Bucket) -> None:
-        """Backward has begun to gather ``bucket``: in a window it may have to make room again."""
-        if self.window_bytes is not None and bucket.parameters.presence is _UNSHARDING:
-            self._ahead[bucket] = None
-
-    def _whole_bytes(self) -> int:
-        return sum(b.num_bytes for b in self._buckets if b.partitioned and b.parameters.presence is not _SHARDED)
-
-    def _make_room(self, bucket: Bucket, *, spare: Collection[Bucket] = (), must: bool = True) -> bool:
-        """Release what rests, the latest first, until ``bucket`` fits; with ``must`` as far as possible, or nothing."""
-        over = self._whole_bytes() + bucket.num_bytes - (self.window_bytes or 0)
-        victims = []
-        for victim in (*reversed(self._kept), *(reversed(self._ahead) if must else ())):
-            if over <= 0:
-                break
-            if not victim.active and victim not in spare and victim not in victims:
-                victims.append(victim)
-                over -= victim.num_bytes
-        if over > 0 and not must:
-            return False
-        for victim in victims:
-            self.unkeep(victim)
-            self._ahead.pop(victim, None)
-            victim.parameters.reshard(again=victim.leases > 0)
-        return True
-
-    def _rest(self, bucket: Bucket, *, again: bool) -> None:
-        """Nobody needs ``bucket`` now: it stays if all that is whole is within the window's bytes."""
-        self.unkeep(bucket)
-        if self._whole_bytes() > (self.window_bytes or 0):
-            bucket.parameters.reshard(again=again)
-            return
-        bucket.parameters.hide()
-        self._kept[bucket] = None
-        self._kept_bytes += bucket.num_bytes
+    def whole_bytes(self) -> int:
+        """Of all that is whole, or on its way."""
+        return sum(b.num_bytes for b in self._buckets if b.parameters.presence is not _SHARDED)

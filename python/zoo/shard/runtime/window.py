@@ -44,6 +44,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zoo.shard.runtime.contexts import FAILED, Context, Part
+from zoo.shard.runtime.residency import WindowBudget
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -93,7 +94,9 @@ class Window:
             raise RuntimeError("a window inside of another window of the same model: one schedule drives it at a time.")
         runtime.window, self._entered = self, True
         runtime.window_calls = {}
-        runtime.residency.window_bytes = self._max_bytes
+        self._outside = runtime.residency.policy
+        if self._max_bytes is not None:
+            runtime.residency.use(WindowBudget(self._max_bytes, self._outside))
         return self
 
     def __exit__(
@@ -104,7 +107,7 @@ class Window:
         for key in self.open:
             self._close(key, State.ENDED)
         self._entered, runtime.window = False, None
-        runtime.residency.window_bytes = None
+        runtime.residency.use(self._outside)
         runtime.residency.clear()
         if left and error is None:
             raise RuntimeError(

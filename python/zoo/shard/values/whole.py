@@ -37,14 +37,14 @@ def _whole(bucket: Bucket) -> Iterator[list[torch.Tensor]]:
     parameters = bucket.parameters
     stays = parameters.live and not (parameters.rounds and not bucket.active)
     hidden = parameters.refused
-    parameters.wait(exact=True)
+    bucket.executor.wait(bucket, exact=True)
     try:
         yield bucket.views(parameters.full)
     finally:
         if not stays:
-            parameters.reshard()
+            bucket.executor.reshard(bucket)
         elif hidden:
-            parameters.hide()
+            bucket.executor.hide(bucket)
 
 
 def share_range(bucket: Bucket, out: torch.Tensor, start: int) -> None:

@@ -369,7 +369,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         _agree_to_set(place, partial(_local_value, place, value))
     _write_param(place, _local_value(place, value))
     if not place.bucket.partitioned:
-        handle = place.bucket.parameters.publish()
+        handle = place.bucket.executor.publish(place.bucket)
         if handle is not None:
             handle.wait()
         place.bucket.parameters.written()

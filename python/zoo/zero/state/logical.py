@@ -410,7 +410,7 @@ def fill_frozen(buckets: Sequence[Bucket], read: Reader) -> None:
                 if value is not None:
                     for place in places:
                         place[piece.offset : piece.offset + piece.length].copy_(value)
-        handles.append(bucket.parameters.publish())
+        handles.append(bucket.executor.publish(bucket))
     for handle in handles:
         if handle is not None:
             handle.wait()

@@ -29,7 +29,7 @@ def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[t
         for name, role in bucket.roles.items():
             if named[name] in include and role.values is not None and (name != PARAMETER or bucket.partitioned):
                 if name == PARAMETER:
-                    bucket.parameters.reshard()
+                    bucket.executor.reshard(bucket)
                 yield role.values
 
 

@@ -377,9 +377,10 @@ class Updater:
 
     def _gradient_dtype(self, segment: Segment) -> torch.dtype:
         """In which the optimizer gets the gradient of ``segment``: what it need not round is not rounded here."""
-        kept, own = segment.bucket.spec.gradient_dtype, segment.tensor.dtype
+        own = segment.tensor.dtype
         if not self._scales or own.itemsize > 2:
             return own
+        kept = segment.bucket.spec.gradient_dtype
         return kept if kept.itemsize <= 4 else torch.float32
 
     def _update_piece(self, piece: Sequence[Segment], factors: Factors) -> None:

@@ -1,0 +1,198 @@
+"""The walk of a backward through contexts: what it gathers, releases and reduces on its way, in the context's order.
+
+It knows nothing of autograd: :class:`~zoo.shard.runtime.backward.Backward` says how far to go, and so does a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zoo.shard.buckets import Bucket
+from zoo.shard.gradients import Phase as GradientPhase
+from zoo.shard.runtime.contexts import Context, Contexts, Part, Phase, Unit
+from zoo.shard.runtime.executor import Executor
+from zoo.shard.runtime.residency import Residency
+
+_ACCUMULATING = GradientPhase.ACCUMULATING
+Launch = Callable[[Callable[[Bucket], bool]], None]
+
+
+class Walk:
+    """Goes back through contexts.
+
+    Args:
+        partitioned: some parameters of the model are.
+        launch: begins the reductions whose turn it is, given what says whether nothing will be added to a bucket's
+            gradient any more.
+        divergent: every rank goes its own way, and skips what nothing leads to.
+
+    Attributes:
+        at: the context that it is in. visited: those that it has been in.
+        accumulates: gradients of parameters are added up. launches: reductions begin on the way.
+        awaited: buckets of units that did not run, to whose gradients something is added.
+    """
+
+    def __init__(
+        self, contexts: Contexts, residency: Residency, executor: Executor, *, partitioned: bool, launch: Launch,
+        divergent: bool = False,
+    ) -> None:  # fmt: skip
+        self._contexts, self._residency, self._executor = contexts, residency, executor
+        self._partitioned, self._launch, self._divergent = partitioned, launch, divergent
+        self.accumulates = self.launches = False
+        self.at: Context | None = None
+        self.visited: list[Context] = []
+        self.awaited: set[Bucket] = set()
+        self._done: set[Bucket] = set()  # no context that this backward goes through needs them any more
+        self._newly_done = True  # some are, or may be from the beginning, since reductions were last launched
+        self._drives = False
+        self._order: list[Bucket] = []  # that the calls of a context need, the latest first
+        self._starts: list[int] = []  # by call, where in it that of the calls before it begins
+        self.used: set[Bucket] = set()
+        """By the context that a schedule drives."""
+
+    def begin(self, *, accumulates: bool, launches: bool) -> None:
+        """A backward begins, which finds its contexts."""
+        self.accumulates, self.launches, self._drives = accumulates, launches, False
+        self.at = None
+        self.visited.clear()
+        self.awaited.clear()
+        self._done.clear()
+        self._newly_done = True
+
+    def drive(self, context: Context, part: Part, *, launches: bool) -> None:
+        """A backward begins that goes through this context and nothing else."""
+        self.begin(accumulates=part is not Part.INPUTS, launches=launches)
+        self._turn_to(context)
+        self._drives = True
+        self.used = {bucket for _, bucket in context.uses}
+        # Gradients of weights are brought by the caller: there is nothing to go through.
+        if part is Part.WEIGHTS:
+            context.cursor = 0
+
+    def _turn_to(self, context: Context) -> None:
+        context.cursor = len(context.calls)
+        self.at = context
+        if self._residency.prefetches:
+            self._order, self._starts = [], [0] * len(context.calls)
+            for index in range(len(context.calls) - 1, -1, -1):
+                self._order += context.calls[index].partitioned
+                self._starts[index] = len(self._order)
+
+    def arrive(self) -> Context:
+        """A driven backward goes to the beginning of its context."""
+        context = self.at
+        if context is None:
+            raise AssertionError("no backward is driven.")
+        self.to(context, 0)
+        self._finish(context, 0)
+        return context
+
+    def again(self) -> None:
+        """A driven backward goes through its context once more."""
+        context = self.arrive()
+        self._contexts.lease_again(context)
+        context.cursor = len(context.calls)
+
+    def go_to(self, context: Context) -> None:
+        """From now on it is in ``context``, at its end."""
+        self._turn_to(context)
+        self.visited.append(context)
+        if self.accumulates:
+            for bucket in context.returned:
+                if bucket.gradients is not None:
+                    bucket.gradients.open()
+
+    def leave(self) -> None:
+        """It is through with the context it is in."""
+        context = self.at
+        if context is not None:
+            if context.cursor > 0 and not self._divergent:
+                self.to(context, 0)
+            self._finish(context, 0)
+            context.phase = Phase.WALKED
+        self.at = None
+
+    def to(self, context: Context, index: int) -> None:
+        """Go back to call ``index``, through every call after it that backward has not visited.
+
+        Each call is treated alike whether its hook fired or not. A call is skipped when its output is the very tensor
+        that another unit returned (a model returns what its last layer does), or when on this rank nothing of it led
+        to the loss; other ranks may need it all the same.
+        """
+        if self._divergent:
+            self._finish(context, index + 1)
+            called = context.calls[index]
+            for unit in context.calls[index + 1 : context.cursor]:
+                if unit in called.within:  # it returns the very tensor of `called`, whose hook came first
+                    self.open(unit)
+            context.cursor = index
+            self.open(called)
+            return
+        calls, uses = context.calls, context.uses
+        while context.cursor > index:
+            context.cursor = cursor = context.cursor - 1
+            if context.left and uses[context.left - 1][0] > cursor:
+                self._finish(context, cursor + 1)
+            unit = calls[cursor]
+            if unit.partitioned:
+                self.open(unit)
+                if self._residency.prefetches:
+                    self._residency.prefetch(self._order, self._starts[cursor])
+            elif self.accumulates:
+                for gradients in unit.gradients:
+                    if gradients.phase is not _ACCUMULATING:  # most often it is: a call less
+                        gradients.open()
+            if self._newly_done and self.launches:
+                self._newly_done = False
+                self._launch(self.is_over)
+
+    def open(self, unit: Unit) -> None:
+        """The backward of a call of ``unit`` is next."""
+        for bucket in unit.partitioned:
+            self._residency.need(bucket)
+            self._executor.wait(bucket)
+        if self.accumulates:
+            for gradients in unit.gradients:
+                gradients.open()
+
+    def _finish(self, context: Context, first: int) -> None:
+        """The calls from ``first`` on are done, and with them the buckets that they used first."""
+        uses, ends = context.uses, self.accumulates or self._drives
+        while context.left and uses[context.left - 1][0] >= first:
+            context.left -= 1
+            bucket = uses[context.left][1]
+            if ends:
+                bucket.leases -= 1
+                if self._drives or not bucket.leases:
+                    self._done.add(bucket)
+                    self._newly_done = True
+            if bucket.partitioned:
+                # Other forwards of the hooks wait for their own backward; in a window its policy knows what comes.
+                self._residency.rest(bucket, backward=ends and bucket.leases > 0 and not self._drives)
+                if ends and not bucket.leases and bucket.parameters.secondary is not None:
+                    bucket.parameters.drop_secondary()
+
+    def is_over(self, bucket: Bucket) -> bool:
+        """Nothing will be added to the gradient of ``bucket`` in this backward, and nothing that it waits for."""
+        if self._drives:  # leases of other contexts are the schedule's affair
+            return bucket in self._done or (bucket not in self.used and self._is_ready(bucket))
+        return not bucket.leases and (bucket in self._done or self._is_ready(bucket))
+
+    def _is_ready(self, bucket: Bucket) -> bool:
+        """Nothing will be added to the gradient of ``bucket``, which no unit that ran owns.
+
+        At stage 3 it was not whole, unless it is resident; elsewhere the engine knows whether it was used.
+        """
+        return bucket.partitioned if self._partitioned else bucket not in self.awaited
+
+    @property
+    def place(self) -> tuple[Context, str] | None:
+        """The context that it is in, and the unit of the call that it is at."""
+        context = self.at
+        if context is None:
+            return None
+        return context, context.calls[context.cursor].name if context.cursor < len(context.calls) else ""
+
+
+def launches_nothing(is_over: Callable[[Bucket], bool]) -> None:
+    """Of a walk that reduces nothing."""
