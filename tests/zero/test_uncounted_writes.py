@@ -11,7 +11,7 @@ from tests.zero.blocks import Blocks
 
 from zoo import sim
 from zoo.comm import CollectiveMismatchError
-from zoo.zero import GatheredParameters, ZeroOptimizer
+from zoo.zero import GatheredParameters, Precision, ZeroOptimizer
 
 
 def by_numpy(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -24,7 +24,12 @@ def by_dlpack(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 def build(stage: int, **options: Any) -> tuple[Blocks, ZeroOptimizer]:
     model = Blocks()
-    given = {"optimizer": torch.optim.SGD, "lr": 2.0**-6, "param_dtype": torch.bfloat16, "max_live_parameters": 0}
+    given = {
+        "optimizer": torch.optim.SGD,
+        "lr": 2.0**-6,
+        "precision": Precision(param=torch.bfloat16),
+        "max_live_parameters": 0,
+    }
     return model, ZeroOptimizer(model, stage=stage, **{**given, "param_persistence_threshold": 0, **options})
 
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zoo.layout.boxes import Box
-from zoo.layout.laid import Boxes, Part
+
+if TYPE_CHECKING:
+    from zoo.layout.laid import Boxes, Part
 
 _SPLIT, _FIRST, _UNIT, _AXIS = "_zoo_split", "_zoo_first", "_zoo_unit", "_zoo_axis"
 
@@ -72,6 +74,8 @@ def declare_split(
         )
     box: Part | None = None
     if boxes is not None:
+        from zoo.layout.laid import Boxes
+
         box = boxes if isinstance(boxes, Boxes) else Boxes.side_by_side(boxes)
         if box.sizes != tuple(parameter.shape):
             raise ValueError(

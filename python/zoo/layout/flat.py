@@ -6,9 +6,12 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from zoo.layout.boxes import Box
-from zoo.layout.laid import Part
+
+if TYPE_CHECKING:
+    from zoo.layout.laid import Part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zoo.layout.boxes import Box
-from zoo.layout.tiling import tiles
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ class Boxes:
     laid: tuple[Laid, ...]
 
     def __post_init__(self) -> None:
+        from zoo.layout.tiling import tiles
+
         here = [laid.here for laid in self.laid if len(laid.place) == len(laid.box.sizes) == len(self.sizes)]
         fits = len(here) == len(self.laid) and all(box.fits(self.sizes) for box in here)
         if not fits or not tiles(here, self.sizes):

@@ -18,10 +18,10 @@ from zoo.shard.guard import assign_data
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.offload.tiers import OffloadError
 from zoo.shard.roles import ORIGINAL, PARAMETER, RoleBuffer
-from zoo.shard.values.samples import Samples
 
 if TYPE_CHECKING:
     from zoo.shard.buckets import Bucket
+    from zoo.shard.values.samples import Samples
 
 _VERSION: Any = attrgetter("_version")
 
@@ -294,6 +294,8 @@ class BucketParameters:
     def watch(self) -> None:
         """From now on :meth:`versions` counts on a CPU what autograd does not (:mod:`~zoo.shard.values.samples`)."""
         if self.full.device.type == "cpu" and self.live:
+            from zoo.shard.values.samples import Samples
+
             self._samples = self._samples or Samples(self.bucket.layout)
             self._samples.note(self.full)
 
