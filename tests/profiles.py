@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 T = TypeVar("T", bound=Callable[..., object])
 
-EXAMPLES = {"quick": 4, "deep": 250, "campaign": 1000}
+EXAMPLES = {"quick": 3, "deep": 250, "campaign": 1000}
 
 
 def load() -> None:

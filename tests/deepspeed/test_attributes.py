@@ -32,7 +32,7 @@ def test_sizes_are_those_that_are_obeyed() -> None:
     asked = start(3, zero={**given, "sub_group_size": 5, "round_robin_gradients": True})
     sharded = asked.engine.sharded
     assert asked.zero_reduce_bucket_size() == asked.zero_allgather_bucket_size() == sharded.config.bucket_size == 2**20
-    assert asked.zero_max_live_parameters() == 77 == sharded.runtime.residency.keep_bytes // 4
+    assert asked.zero_max_live_parameters() == 77 == sharded.runtime.residency.policy.keep_bytes // 4
     assert asked.zero_sub_group_size() == 5
     assert asked.zero_round_robin_gradients()  # what was said; that it has no effect is in the method's docstring
     assert "changes nothing: every rank holds a chunk" in str(type(asked).zero_round_robin_gradients.__doc__)

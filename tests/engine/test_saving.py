@@ -20,7 +20,8 @@ from zoo import sim
 from zoo.checkpointing import CheckpointError, TensorFile
 from zoo.comm import CollectiveMismatchError
 from zoo.engine import Engine, initialize
-from zoo.shard.parameters import BucketParameters
+from zoo.shard.buckets import Bucket
+from zoo.shard.runtime.executor import Executor
 
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 
@@ -205,15 +206,15 @@ def test_one_bucket_at_a_time_is_whole(tmp_path: Path, monkeypatch: pytest.Monke
         buckets = [b for b in engine.optimizer.buckets if b.partitioned]
         assert len(buckets) > 3
         seen = []
-        wait = BucketParameters.wait
+        wait = Executor.wait
 
-        def watched(self: BucketParameters, *, exact: bool = False) -> None:
+        def watched(self: Executor, bucket: Bucket, *, exact: bool = False) -> None:
             seen.append(sum(b.parameters.live for b in buckets))
-            wait(self, exact=exact)
+            wait(self, bucket, exact=exact)
 
         before = engine.optimizer.memory()
         with monkeypatch.context() as patch:
-            patch.setattr(BucketParameters, "wait", watched)
+            patch.setattr(Executor, "wait", watched)
             engine.save_16bit_model(tmp_path)
         assert len(seen) >= len(buckets)
         assert set(seen) == {0}

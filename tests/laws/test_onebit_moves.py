@@ -142,7 +142,7 @@ def test_a_state_moves_to_another_mesh(way: dict[str, Any], before: tuple[int, .
     check(case_of(before), case_of(after), way)
 
 
-@pytest.mark.parametrize(("before", "after", "lost"), [(1, 7, "17 of"), (1, 3, "2 of")])
+@pytest.mark.parametrize(("before", "after", "lost"), [(1, 7, "18 of"), (1, 3, "2 of")])
 def test_what_nobody_is_owed_any_more_is_told(
     before: int, after: int, lost: str, caplog: pytest.LogCaptureFixture
 ) -> None:
