@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.checkpointing.model_disk import ModelDisk
 from tests.checkpointing.test_background import ROOT, Slow
-from tests.zero.test_offload import build, section, train
+from tests.shard.offload.test_offload import build, section, train
 
 from zoo.checkpointing import BackgroundSaver, CheckpointError, load, save
 from zoo.checkpointing.comparing import compare

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zoo import sim
-from zoo.comm import Communicator
+from zoo.comm import CommsLog, Communicator
 from zoo.comm.handles import Pending
-from zoo.comm.log import CommsLog
 from zoo.comm.transport import PairwiseTransport
 
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from zoo.compression.technique import Order, Site, Technique, Transform, Where, weights_of
+from zoo.compression import Order, Site, Technique, Transform
+from zoo.compression.technique import Where, weights_of
 
 
 class Times(Transform):

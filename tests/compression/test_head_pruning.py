@@ -16,8 +16,8 @@ from tests.compression.test_masks import reference
 from tests.compression.test_unit_pruning import cleaned, flops, size
 from torch import Tensor, nn
 
+from zoo.compression import init_compression, redundancy_clean
 from zoo.compression.attach import transforms_of
-from zoo.compression.compressing import init_compression, redundancy_clean
 from zoo.compression.pruning.attention import FewerHeads
 
 WHERE = "compression_training.head_pruning"

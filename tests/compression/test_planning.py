@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from tests.compression.doubles import Times, Timesing
 from torch import nn
 
+from zoo.compression import CompressionConfig
 from zoo.compression.attach import transforms_of
-from zoo.compression.config import CompressionConfig
 from zoo.compression.patterns import matches
 from zoo.compression.planning import compress, techniques_of
 from zoo.config import load

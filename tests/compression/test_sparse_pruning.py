@@ -15,11 +15,10 @@ from tests.compression.test_masks import block_reference, reference
 from tests.profiles import examples
 from torch import Tensor, nn
 
+from zoo.compression import CompressionScheduler, init_compression, redundancy_clean
 from zoo.compression.attach import transforms_of
-from zoo.compression.compressing import init_compression, redundancy_clean
 from zoo.compression.pruning.elements import LearnedElementMask
 from zoo.compression.pruning.snip import FLOOR, SnipMask
-from zoo.compression.scheduler import CompressionScheduler
 
 WHERE = "compression_training.sparse_pruning"
 

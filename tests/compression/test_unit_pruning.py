@@ -19,9 +19,8 @@ from tests.profiles import examples
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from zoo.compression import CompressionScheduler, init_compression, redundancy_clean
 from zoo.compression.attach import transforms_of
-from zoo.compression.compressing import init_compression, redundancy_clean
-from zoo.compression.scheduler import CompressionScheduler
 
 ROWS, CHANNELS = "compression_training.row_pruning", "compression_training.channel_pruning"
 

@@ -26,9 +26,8 @@ from zoo import sim
 from zoo.compression import transforms_of
 from zoo.compression.techniques.activation_quantization import StaticInputQuantizer
 from zoo.engine import Engine, initialize
-from zoo.moe import MixtureOfExperts, Top1Gate
+from zoo.moe import MixtureOfExperts, ModuleExperts, Top1Gate
 from zoo.moe.dispatch import place_of_rank
-from zoo.moe.experts.modules import ModuleExperts
 
 WIDTH, EXPERTS, STEPS, BATCH = 8, 4, 4, 8
 

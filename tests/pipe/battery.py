@@ -12,7 +12,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 
-from zoo.pipe.schedules import Table, build
+from zoo.pipe import Table, build
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from zoo.pipe.lowering import Program, Step, Transfer
-from zoo.pipe.schedules import Computation, Kind
+from zoo.pipe import Computation, Kind, Program, Step, Transfer
 
 Steps = list[list[Step]]
 

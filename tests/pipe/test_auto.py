@@ -14,13 +14,11 @@ from torch import nn
 
 import zoo.engine
 from zoo import registry, sim
-from zoo.pipe import build, split
+from zoo.pipe import LayerSpec, PipelineModule, build, split
 from zoo.pipe.choose import CANDIDATES, choose
 from zoo.pipe.estimates import LayerSize, costs_of_stages, layer_costs
-from zoo.pipe.module import PipelineModule
 from zoo.pipe.simulate import simulate
 from zoo.pipe.sizes import size_of
-from zoo.pipe.specs import LayerSpec
 
 SPECS = [LayerSpec(nn.Linear, 8, 8) for _ in range(8)]
 

@@ -14,9 +14,8 @@ from torch import nn
 import zoo.engine
 from zoo import sim
 from zoo.comm import Communicator, no_collectives
+from zoo.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zoo.pipe.dry_run import misfit, outline_of
-from zoo.pipe.module import PipelineModule
-from zoo.pipe.specs import LayerSpec, TiedLayerSpec
 
 X, Y = torch.ones(5, 4), torch.ones(5, 2)
 

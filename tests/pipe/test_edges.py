@@ -13,10 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zoo.engine
 from zoo import sim
-from zoo.pipe.module import PipelineModule
+from zoo.pipe import LayerSpec, PipelineModule, TiedLayerSpec, attach_loss
 from zoo.pipe.runtime import runner
-from zoo.pipe.runtime.losses import attach_loss
-from zoo.pipe.specs import LayerSpec, TiedLayerSpec
 
 
 class Layer(nn.Module):

@@ -12,9 +12,7 @@ from torch import nn
 
 import zoo.engine
 from zoo import sim
-from zoo.pipe.module import PipelineModule
-from zoo.pipe.runtime.losses import attach_loss
-from zoo.pipe.specs import LayerSpec
+from zoo.pipe import LayerSpec, PipelineModule, attach_loss
 
 
 def engine_of(case: Case, specs: list[Any] | None = None, **more: Any) -> Any:

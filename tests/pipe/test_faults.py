@@ -14,9 +14,7 @@ import zoo.engine
 from zoo import sim
 from zoo.comm import RankFailedError
 from zoo.config import ConfigError
-from zoo.pipe.module import PipelineModule
-from zoo.pipe.runtime.losses import attach_loss
-from zoo.pipe.specs import LayerSpec, TiedLayerSpec
+from zoo.pipe import LayerSpec, PipelineModule, TiedLayerSpec, attach_loss
 
 
 def everywhere(world: int, words: str, make: Any, kind: Any = ValueError) -> None:

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zoo import sim
-from zoo.pipe import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from zoo.pipe.grid import PipelineParallelGrid
+from zoo.pipe import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 
 
 def members(group: Any) -> list[int]:

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from zoo import sim
-from zoo.pipe import measure, split
-from zoo.pipe.module import PipelineModule
-from zoo.pipe.specs import LayerSpec, TiedLayerSpec
+from zoo.pipe import LayerSpec, PipelineModule, TiedLayerSpec, measure, split
 
 
 class Sleep(nn.Module):

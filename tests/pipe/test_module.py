@@ -16,11 +16,8 @@ from torch import nn
 
 import zoo.engine
 from zoo import sim
-from zoo.pipe import split
-from zoo.pipe.module import PipelineModule
+from zoo.pipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, TiedLayerSpec, split
 from zoo.pipe.partition import balanced, split_layers
-from zoo.pipe.specs import LayerSpec, TiedLayerSpec
-from zoo.pipe.topology import PipeModelDataParallelTopology
 
 
 def linears(num: int) -> list[Any]:

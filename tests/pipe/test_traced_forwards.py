@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from zoo import sim
-from zoo.pipe import split
-from zoo.pipe.module import PipelineModule
+from zoo.pipe import PipelineModule, split
 
 Forward = Callable[[Any, torch.Tensor], Any]
 

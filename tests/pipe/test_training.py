@@ -13,8 +13,7 @@ from torch import nn
 
 import zoo.engine
 from zoo import sim
-from zoo.pipe.module import PipelineModule
-from zoo.pipe.specs import LayerSpec, TiedLayerSpec
+from zoo.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 WIDTH, VOCABULARY = 6, 11
 

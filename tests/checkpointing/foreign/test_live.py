@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests import processes
 from tests.zero.blocks import STAGES
-from tests.zero.test_torch_state import OPTIMIZERS, make, same, slices, step, whole
+from tests.zero.state.test_torch_state import OPTIMIZERS, make, same, slices, step, whole
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -32,7 +32,7 @@ from zoo.zero import (
 from zoo.zero.options.keywords import OptimizerArguments
 from zoo.zero.options.zero_options import ZeroOptions
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ALL = [Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer]
 
 

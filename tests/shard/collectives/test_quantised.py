@@ -16,10 +16,9 @@ from torch import nn
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.io import Handle, Mock
-from zoo.shard import collectives
+from zoo.shard import OffloadError, collectives
 from zoo.shard.collectives.quantised import QuantisedGather, QuantisedReduce
 from zoo.shard.collectives.routes import FlatGather
-from zoo.shard.offload import OffloadError
 from zoo.shard.placement.axes import make_axes
 from zoo.zero import (
     GatheredParameters,

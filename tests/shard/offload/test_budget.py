@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.zero.test_offload import build, net, section, train
+from tests.shard.offload.test_offload import build, net, section, train
 from torch import nn
 
 from zoo import sim
 from zoo.comm import CollectiveMismatchError, Communicator
 from zoo.io import Handle
-from zoo.shard.offload import OffloadError, budget
+from zoo.shard import OffloadError
+from zoo.shard.offload import budget
 from zoo.zero import DryRun, Stage3Optimizer, ZeroConfig
 
 BOUNCE = 2 << 20

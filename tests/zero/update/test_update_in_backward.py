@@ -1,6 +1,6 @@
 """Updates in backward: when they are possible, what they ask of the caller, and what they leave behind.
 
-That they compute the same bits is a law of tests/laws/test_placements.py, and of tests/zero/test_offload.py for tiers.
+That they compute the same bits is a law of tests/laws/test_placements.py, for tiers of test_offload.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.optim import AdamW, Lamb
-from zoo.shard.offload import OffloadError
+from zoo.shard import OffloadError
 from zoo.zero import DryRun, ZeroOptimizer, safe_get_full_fp32_param, safe_set_full_fp32_param
 
 

@@ -20,7 +20,7 @@ from zoo import sim
 from zoo.checkpointing import load, save
 from zoo.io import Handle, Mock, TransferError, UnavailableError
 from zoo.optim import AdamW
-from zoo.shard.offload import OffloadError
+from zoo.shard import OffloadError
 from zoo.zero import DryRun, GatheredParameters, Precision, Stage3Optimizer, ZeroOptimizer, get_full_fp32_params
 
 TIERS = ["none", "cpu", "nvme"]

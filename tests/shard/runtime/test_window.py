@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.zero.micro_batches import WIDTH, Case, Model, build, cases, data, drive, hooks, train
+from tests.shard.runtime.micro_batches import WIDTH, Case, Model, build, cases, data, drive, hooks, train
 from torch import nn
 
 from zoo import sim
+from zoo.shard import Window
 from zoo.shard.parameters import Presence
-from zoo.shard.runtime.window import Window
 from zoo.zero import ShardedModel, ZeroOptimizer
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.zero.test_gathering import small, tiers, train
+from tests.shard.values.test_gathering import small, tiers, train
 from torch import nn
 
 import zoo.optim

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.zero.blocks import build, data
 
 from zoo import sim
 from zoo.shard.parameters import BucketParameters, Presence
-
-from .blocks import build, data
 
 SHARDED, UNSHARDING, HIDDEN, SHOWN = Presence
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 from hypothesis import example, given
-from tests.zero.micro_batches import Case, build, cases, drive
+from tests.shard.runtime.micro_batches import Case, build, cases, drive
 
 from zoo import sim
 from zoo.zero import Drive

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.zero.test_init import Shelves
+from tests.shard.init.test_init import Shelves
 from torch import nn
 
 from zoo import sim

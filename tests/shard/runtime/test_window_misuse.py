@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.zero.micro_batches import Case, Model, data
+from tests.shard.runtime.micro_batches import Case, Model, data
 from torch import nn
 
 from zoo import sim
-from zoo.shard.runtime.window import Window
+from zoo.shard import Window
 from zoo.zero import ShardedModel, ZeroConfig, ZeroOptimizer
 
 # Misuse --------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_a_frozen_parameter_takes_no_gradient() -> None:
 
 
 def test_the_example_of_the_page() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/zero/windows.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[3] / "docs/zero/windows.md").read_text(encoding="utf-8")
     (code,) = [block.split("```")[0] for block in page.split("```python\n") if "window.forward(0)" in block]
 
     def fn(rank: int) -> None:
