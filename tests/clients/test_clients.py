@@ -96,6 +96,7 @@ def test_differences_are_found() -> None:
     assert len(judged(case, plain, {**plain, "exported": {".": 0.0}}, same_processor=True)) == 1
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_or_aborts_fails_its_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = tmp_path / "examples/clients"
     programs.mkdir(parents=True)
