@@ -442,11 +442,13 @@ class ShardedModel:
         It takes the place of ``prefetch_bucket_size`` and ``max_live_parameters``.
 
         Raises:
-            CollectiveMismatchError: ranks gave policies of different classes.
+            CollectiveMismatchError: ranks gave policies of different classes, or with other numbers.
         """
         self.refuse_closed()
         self.runtime.check_between("use_residency()")
-        self.comm.agree("the residency policy:", type(policy).__qualname__, self.buckets[0].device)
+        # Ranks that decide otherwise would wait for each other's gathers.
+        plain = {k: v for k, v in sorted(vars(policy).items()) if isinstance(v, (int, float, str, tuple, type(None)))}
+        self.comm.agree("the residency policy:", f"{type(policy).__qualname__} {plain}", self.buckets[0].device)
         self.settle()
         self.runtime.residency.clear()
         self.runtime.residency.use(policy)

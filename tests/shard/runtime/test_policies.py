@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from zoo import sim
+from zoo.comm import CollectiveMismatchError
 from zoo.plan import Kind
 from zoo.shard.parameters import Presence
-from zoo.shard.runtime.residency import ResidencyPolicy
+from zoo.shard.runtime.residency import Budgets, ResidencyPolicy
 from zoo.zero import ZeroOptimizer
 
 UNITS = 5
@@ -126,5 +127,18 @@ def test_ranks_with_other_policies_are_told() -> None:
         optimizer = ZeroOptimizer(model, stage=3, lr=0.1, param_persistence_threshold=0)
         with pytest.raises(ValueError, match="KeepsEverything"):
             optimizer.sharded.use_residency(KeepsEverything() if rank else KeepsNothing())
+
+    sim.run(2, fn)
+
+
+def test_ranks_with_other_numbers_in_a_policy_are_told() -> None:
+    """They would gather other buckets, and wait for each other."""
+
+    def fn(rank: int) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = ZeroOptimizer(model, stage=3, lr=0.1, param_persistence_threshold=0)
+        with pytest.raises(CollectiveMismatchError, match="residency policy"):
+            optimizer.sharded.use_residency(Budgets(prefetch_bytes=0, keep_bytes=100 * rank))
+        optimizer.sharded.use_residency(Budgets(prefetch_bytes=0, keep_bytes=100))
 
     sim.run(2, fn)
