@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zoo.monitor import Feed
     from zoo.shard import ShardedModel
     from zoo.zero import ZeroOptimizer
-    from zoo.zero.update.outcome import Outcome
+    from zoo.zero.update.clipping import Outcome
 
 _log = logging.getLogger("zoo.engine")
 

@@ -24,14 +24,16 @@ from zoo.shard.call_stack import SAVES, TORCH_FUNCTIONS, called_by, nothing_of, 
 from zoo.shard.dtensors import is_dtensor
 from zoo.shard.partitioned import (
     CONVERSIONS,
+    UNREAD,
+    VIEWS,
     PartitionedAccessError,
     PartitionedGradient,
     PartitionedValues,
     changes_nothing,
     flat_tensors,
+    look_at,
 )
 from zoo.shard.quantised_parameters import class_of, ordinary, shown
-from zoo.shard.valueless import UNREAD, VIEWS, look_at
 
 _DISABLED = torch._C._disabled_torch_function_impl
 _SET_ERROR = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)

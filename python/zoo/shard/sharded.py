@@ -343,7 +343,7 @@ class ShardedModel:
 
         ``keep_equal``: masters that round to the value stay.
         """
-        from zoo.shard.values.editing import write_values
+        from zoo.shard.values.writes import write_values
 
         bucket.check_writable()
         self.runtime.updated()  # torch would go back through the memory that the parameter had before
@@ -407,7 +407,7 @@ class ShardedModel:
         self, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
     ) -> None:  # fmt: skip
         """See :class:`~zoo.shard.values.gathered.Owner`."""
-        from zoo.shard.values.editing import take_from, write_values
+        from zoo.shard.values.writes import take_from, write_values
 
         changes, wrote = take_from(rank, slots, seen)
         if wrote:

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from zoo.shard.sharded import ShardedModel
     from zoo.zero.forecast.costs import Forecast
     from zoo.zero.update.alike import Alike
-    from zoo.zero.update.clipping import Clipping
-    from zoo.zero.update.loss_scaler import LossScaler
-    from zoo.zero.update.outcome import Outcome
+    from zoo.zero.update.clipping import Clipping, LossScaler, Outcome
     from zoo.zero.update.updater import Updater
 
 
@@ -186,8 +184,7 @@ class Inspection:
                 forward and its backward. max_bytes: of the window.
         """
         from zoo.zero.forecast.costs import forecast as make_forecast
-        from zoo.zero.forecast.costs import gathered_from_shards
-        from zoo.zero.forecast.offload import nvme_traffic, tier_bytes
+        from zoo.zero.forecast.costs import gathered_from_shards, nvme_traffic, tier_bytes
 
         self._updater.decide(self.param_groups)
         states, runtime = self._updater.expected.num_bytes(self._updater.segments), self._runtime

@@ -36,13 +36,19 @@ from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.state.optimizer_states import OptimizerStates
 from zoo.zero.state.saved import SavedState
 from zoo.zero.update.alike import Alike, Comparison
-from zoo.zero.update.clipping import Clipping, Nonfinite, NonFiniteGradientsError
-from zoo.zero.update.gradient_scale import UNCHANGED, Factors
+from zoo.zero.update.clipping import (
+    UNCHANGED,
+    Clipping,
+    Factors,
+    LossScaler,
+    Nonfinite,
+    NonFiniteGradientsError,
+    Outcome,
+    make_scaler,
+)
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
 from zoo.zero.update.instances import retire
-from zoo.zero.update.loss_scaler import LossScaler, make_scaler
 from zoo.zero.update.norms import Tally
-from zoo.zero.update.outcome import Outcome
 from zoo.zero.update.probe import Tried, Wrapped, try_out
 from zoo.zero.update.torch_interface import OuterOptimizer
 from zoo.zero.update.updater import Updater

@@ -18,8 +18,7 @@ from torch import nn
 from zoo import optim, sim
 from zoo.zero import LossScaler, NonFiniteGradientsError, ZeroOptimizer
 from zoo.zero import safe_get_full_grad as full_grad
-from zoo.zero.update.clipping import Clipping
-from zoo.zero.update.outcome import Outcome
+from zoo.zero.update.clipping import Clipping, Outcome
 from zoo.zero.update.probe import takes_found_inf
 
 OLD = torch.torch_version.TorchVersion(torch.__version__) < (2, 15)

@@ -1,8 +1,4 @@
 from .context import Init as Init
-from .keeping import ParamSwapper as ParamSwapper
-from .report import (
-    InitReport as InitReport,
-)
-from .report import (
-    Touch as Touch,
-)
+from .session import InitReport as InitReport
+from .session import Touch as Touch
+from .sharing import ParamSwapper as ParamSwapper

@@ -19,10 +19,17 @@ from zoo.shard.call_stack import SAVES, nothing_of
 from zoo.shard.guard import Guard, ShardedParameter, sharded_in
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.init.sharing import Sharing
-from zoo.shard.partitioned import CONVERSIONS, PartitionedAccessError, PartitionedValues
+from zoo.shard.partitioned import (
+    ALLOWED_WHEN_PARTITIONED,
+    CONVERSIONS,
+    UNREAD,
+    VIEWS,
+    PartitionedAccessError,
+    PartitionedValues,
+    look_at,
+)
 from zoo.shard.roles import RoleBuffer
 from zoo.shard.runtime.executor import Executor
-from zoo.shard.valueless import ALLOWED_WHEN_PARTITIONED, UNREAD, VIEWS, look_at
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad

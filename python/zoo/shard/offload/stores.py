@@ -31,7 +31,7 @@ def open_stores(
     found: list[dict[str, Store]] = [{} for _ in plan]
     if parameters.device == "none" and optimizer.device == "none":
         return None, found
-    from zoo.shard.offload.write_behind import WriteBehind
+    from zoo.shard.offload.scratch import WriteBehind
 
     scratch: Any = _open(comm, plan, config, aio)
     numels = [layout_of(s, r.axes.shard.size).size // r.axes.shard.size for s, r in zip(plan, routes, strict=True)]

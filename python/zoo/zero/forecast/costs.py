@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from zoo.shard.buckets import Bucket
 from zoo.shard.collectives.routes import Hop
 from zoo.shard.offload.tiers import Tier
 from zoo.shard.runtime.planning import Plan
+
+if TYPE_CHECKING:
+    from zoo.zero.update.updater import Updater
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +136,25 @@ def _added(hops: Iterable[Hop]) -> list[dict[str, int]]:
 def gathered_from_shards(plan: Plan, weigh: Callable[[Bucket], int]) -> int:
     """Σ of a weight over the gathers of one forward and its backward that begin with the ranks' shards."""
     return sum(weigh(bucket) for bucket, again in plan.gathers if not again)
+
+
+Gathered = Callable[[Callable[[Bucket], int]], int]
+"""Σ of a weight over the gathers of a step."""
+
+
+def tier_bytes(buckets: Iterable[Bucket], states: dict[Tier, int]) -> dict[str, int]:
+    """Model states of one rank between steps, by tier; gradients are those that the update takes."""
+    found = dict(states)
+    for bucket in buckets:
+        found[bucket.placements.parameters.tier] += bucket.shard_bytes() + bucket.original_bytes()
+        found[bucket.placements.gradients.tier] += bucket.gradient_bytes()
+    return {tier.value: num_bytes for tier, num_bytes in found.items()}
+
+
+def nvme_traffic(buckets: Sequence[Bucket], updater: Updater, gathered: Gathered) -> tuple[int, int]:
+    """Bytes that one rank reads from and writes to NVMe in one backward and one step, once states exist."""
+    read, written = updater.nvme_traffic()
+    for bucket in buckets:
+        if bucket.gradients_on_nvme:
+            written += bucket.num_gradient_bytes // bucket.num_chunks
+    return read + gathered(lambda b: b.shard_bytes() if b.parameters_on_nvme else 0), written

@@ -24,8 +24,8 @@ from zoo.comm import together
 from zoo.shard.buckets import Bucket
 from zoo.shard.gradients import BucketGradients
 from zoo.shard.guard import ShardedParameter
-from zoo.shard.values.editing import Values, overlaps, write_values
 from zoo.shard.values.whole import Pieces, share_range
+from zoo.shard.values.writes import Values, overlaps, write_values
 from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from zoo.shard.runtime.hooks import Runtime
     from zoo.shard.sharded import ShardedModel
     from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.update.clipping import LossScaler
     from zoo.zero.update.in_backward import UpdateInBackward
-    from zoo.zero.update.loss_scaler import LossScaler
     from zoo.zero.update.segments import Segment
     from zoo.zero.update.updater import Updater
 

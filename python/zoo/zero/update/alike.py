@@ -22,8 +22,7 @@ from zoo.zero.update.norms import Tally
 if TYPE_CHECKING:
     from zoo.shard.gradients import BucketGradients
     from zoo.shard.sharded import ShardedModel
-    from zoo.zero.update.clipping import Clipping
-    from zoo.zero.update.outcome import Outcome
+    from zoo.zero.update.clipping import Clipping, Outcome
 
 CHANGES = "changes of reduced gradients since they were dropped"
 """How often any was reduced or cleared: ranks that step with others' sums, or with none, have another number."""

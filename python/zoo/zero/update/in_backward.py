@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zoo.shard.buckets import Bucket
-from zoo.zero.update.gradient_scale import UNCHANGED
+from zoo.zero.update.clipping import UNCHANGED
 from zoo.zero.update.updater import Updater
 
 PATIENCE = 1

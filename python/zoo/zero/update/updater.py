@@ -13,9 +13,8 @@ from zoo.shard.buckets import Bucket
 from zoo.shard.collectives.routes import Hop
 from zoo.shard.offload.config import OffloadOptimizerConfig
 from zoo.shard.offload.tiers import OffloadError
+from zoo.zero.update.clipping import Factors, SkipsOnDevice
 from zoo.zero.update.expected import ExpectedStates
-from zoo.zero.update.gradient_scale import Factors
-from zoo.zero.update.outcome import SkipsOnDevice
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, updated_dtype
 from zoo.zero.update.tensor_collectives import BucketParts
 
@@ -196,7 +195,7 @@ class Updater:
         """The most host memory that offloading to NVMe takes at one time, beside what stays in memory."""
         if self._stream is None:
             return 0
-        from zoo.shard.offload.write_behind import WriteBehind
+        from zoo.shard.offload.scratch import WriteBehind
 
         shards = [b.num_gradient_bytes // b.num_chunks for b in self.buckets]
         return max(self._stream.buffer_bytes(), WriteBehind.buffer_bytes(max(shards, default=0)))
