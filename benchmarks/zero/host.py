@@ -37,7 +37,7 @@ def _zoo(model: nn.Sequential) -> tuple[Forward, Resident]:
     optimizer = Stage3Optimizer(
         model, units=[nn.Linear], param_persistence_threshold=0, reduce_bucket_size=1, optimizer=torch.optim.AdamW
     )
-    buckets = optimizer._buckets
+    buckets = optimizer.buckets
     if len(buckets) != NUM_TINY or any(b.spec.resident for b in buckets):
         raise AssertionError(f"{len(buckets)} buckets for {NUM_TINY} units: persistence or coalescing is not off.")
 

@@ -135,10 +135,10 @@ def test_a_secondary_partition_lives_from_forward_to_backward(keep: int) -> None
         base = optimizer.memory()["parameters"]
         for _ in range(2):
             loss = model(x).sum()
-            live = sum(b.num_bytes for b in optimizer._buckets if b.parameters.live)
+            live = sum(b.num_bytes for b in optimizer.buckets if b.parameters.live)
             held = optimizer.memory()["parameters"] - base - live
             assert held == optimizer.forecast().secondary_bytes
-            assert held == sum(b.num_bytes // 2 for b in optimizer._buckets if not b.parameters.live)
+            assert held == sum(b.num_bytes // 2 for b in optimizer.buckets if not b.parameters.live)
             loss.backward()
             assert optimizer.memory()["parameters"] == base
             optimizer.step()

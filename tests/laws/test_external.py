@@ -159,7 +159,7 @@ def train(uses: Uses, rank: int) -> dict[str, torch.Tensor]:
             loss_of(model, rank, step + 10 * micro).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert not any(b.leases or b.active for b in optimizer._buckets)
+    assert not any(b.leases or b.active for b in optimizer.buckets)
     return optimizer.consolidated_parameters()
 
 

@@ -140,7 +140,7 @@ def test_model_states_follow_the_formula(stage: int, world: int) -> None:
         def note(*_: object) -> None:
             nonlocal peak
             for optimizer in built:
-                temporary = sum(s.tensor.grad.nbytes for s in optimizer._updater.segments if s.tensor.grad is not None)
+                temporary = sum(s.tensor.grad.nbytes for s in optimizer.updater.segments if s.tensor.grad is not None)
                 peak = max(peak, optimizer.memory()["total"] + temporary)
 
         class Watching(torch.optim.AdamW):

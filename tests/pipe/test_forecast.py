@@ -36,7 +36,7 @@ def test_a_batch_sends_what_is_forecast(case: Case, max_bytes: int | None, reduc
                 agreed = 8 * 8 * (case.pipe * case.data - 1)  # on the data of the batch
                 agreed += 8 * NUM_SUMS * (case.data - 1 + case.pipe - 1)
                 # What a step needs alike, and over the stages whether it was.
-                agreed += 8 * (engine.optimizer._alike.size * (case.data - 1) + case.pipe - 1)
+                agreed += 8 * (engine.optimizer.alike.size * (case.data - 1) + case.pipe - 1)
                 for op in sorted(AGREED & (set(ops) | set(forecast.wire_bytes))):
                     measured, calls = (ops[op].wire_bytes, ops[op].count) if op in ops else (0, 0)
                     expected = forecast.wire_bytes.get(op, 0) + (agreed if op == "all_gather" else 0)

@@ -142,7 +142,7 @@ class Bucket:
                 "the model is an "
                 "ordinary one then."
             )
-        owner.change(self, slot, value)
+        owner.writes.change(self, slot, value)
 
     def end(self) -> None:
         """Nothing is kept any more: neither whole nor this rank's shard. It cannot be used again."""
@@ -355,3 +355,22 @@ class Bucket:
 
 def _label(units: Sequence[str]) -> str:
     return ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(units))
+
+
+def table_of(buckets: Sequence[Bucket]) -> str:
+    """One line a bucket: what it is, what of it is here now, and where it lives when it is not."""
+    rows = [
+        f"{'bucket':>6}  {'elements':>12}  {'parameters':<12}{'gradients':<14}{'leases':>6}{'in use':>7}  "
+        "units  (where parameters; gradients; states live)"
+    ]
+    for bucket in buckets:
+        parameters = bucket.parameters
+        here = "unsharded" if parameters.live else parameters.presence.value
+        here = here if bucket.partitioned else "whole"
+        gradients = bucket.gradients
+        state = "none" if gradients is None else "reduced" if gradients.reduced else gradients.phase.value
+        rows.append(
+            f"{bucket.index:>6}  {bucket.layout.size:>12,}  {here:<12}{state:<14}{bucket.leases:>6}"
+            f"{bucket.active:>7}  {bucket.label}  ({bucket.placements})"
+        )
+    return "\n".join(rows)

@@ -206,7 +206,7 @@ def _copy_(self: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
         return torch.Tensor.copy_(self, whole, non_blocking)
     bucket = type(self)._zoo_bucket
     # Torch sets the states first: masters that round to what is given here stay.
-    bucket.owner().change(bucket, self._zoo_slot, whole.to(self.device, self.dtype), keep_equal=True)
+    bucket.owner().writes.change(bucket, self._zoo_slot, whole.to(self.device, self.dtype), keep_equal=True)
     return self
 
 
@@ -367,3 +367,13 @@ def allow_storage(address: int) -> None:
     """Undo :func:`refuse_storage`."""
     if _CLEAR_ERROR is not None:
         _CLEAR_ERROR(address)
+
+
+def refuse_copy(what: object) -> NoReturn:
+    """Say why ``what`` is neither copied nor pickled, and what to do instead."""
+    raise ValueError(
+        f"a {type(what).__name__} cannot be copied or pickled: it is tied to the memory of its model, and to other "
+        "ranks. Copy or save the state instead, optimizer.state_dict() or a checkpoint, and load it into an "
+        "optimizer that is "
+        "constructed the same way; of the model itself there are copies and pickles (stage 3: inside of gathered())."
+    )

@@ -11,7 +11,6 @@ on NVMe, is another::
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,38 +19,33 @@ import torch
 from torch import nn
 
 from zoo import io
-from zoo.comm import Communicator, Recovery, agree_none_failed, raise_in_next, raise_together, report_uncaught
+from zoo.comm import Communicator, Recovery, raise_in_next, raise_together, report_uncaught
 from zoo.comm.failures import report
-from zoo.layout import enter_mesh, logical_name
+from zoo.layout import enter_mesh
 from zoo.shard.agreement import CONSTRUCTION, agree, agree_on_kernels, all_ranks
-from zoo.shard.buckets import Bucket
+from zoo.shard.buckets import Bucket, table_of
 from zoo.shard.collectives.choice import cannot_be_left, choose_routes
-from zoo.shard.collectives.routes import Hop
 from zoo.shard.config import ZeroConfig
 from zoo.shard.dtensors import DTensors
+from zoo.shard.guard import refuse_copy
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.members import Members
 from zoo.shard.memory import StepMemory
 from zoo.shard.module_buffers import ModuleBuffers
 from zoo.shard.offload.stores import open_stores
 from zoo.shard.placement.axes import Axes
-from zoo.shard.placement.families import (
-    data_communicator,
-    everyone_of,
-    family_of,
-    layers_communicator,
-    make_families,
-)
-from zoo.shard.placement.packing import BucketSpec, plan_buckets
+from zoo.shard.placement.families import check_ranks, make_families, ranks_of
 from zoo.shard.placement.placements import offload, place
+from zoo.shard.placement.plan import plan_model
 from zoo.shard.placement.precision import Precision, resolve_precision, rounds
 from zoo.shard.placement.precision import cast_inputs as casting
-from zoo.shard.placement.tables import check_rows, find_tables
-from zoo.shard.placement.units import UnitChoice, UnitSpec, check_parameters, find_units
+from zoo.shard.placement.tables import check_rows
+from zoo.shard.placement.units import UnitChoice, UnitSpec, check_parameters
 from zoo.shard.quantised_parameters import meaning
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.hooks import Runtime
-from zoo.shard.runtime.residency import Budgets
+from zoo.shard.runtime.residency import budgets_of
+from zoo.shard.values.whole import WholeModel, parameter_rows, whole_parameters, whole_values
 from zoo.shard.values.writes import Writes
 
 if TYPE_CHECKING:
@@ -61,25 +55,6 @@ if TYPE_CHECKING:
     from zoo.shard.runtime.gather_votes import GatherVotes
     from zoo.shard.runtime.residency import ResidencyPolicy
     from zoo.shard.runtime.window import Window
-    from zoo.shard.values.whole import WholeModel
-
-
-def refuse_copy(what: object) -> NoReturn:
-    """Say why ``what`` is neither copied nor pickled, and what to do instead."""
-    raise ValueError(
-        f"a {type(what).__name__} cannot be copied or pickled: it is tied to the memory of its model, and to other "
-        "ranks. Copy or save the state instead, optimizer.state_dict() or a checkpoint, and load it into an "
-        "optimizer that is "
-        "constructed the same way; of the model itself there are copies and pickles (stage 3: inside of gathered())."
-    )
-
-
-def _check_ranks(group: Any, mesh: Any, data_axes: Any, layer_axes: Any) -> None:
-    if mesh is not None and group is not None:
-        raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
-    if mesh is None and (layer_axes or data_axes):
-        given = f"layer_axes={tuple(layer_axes)!r}" if layer_axes else f"data_axes={data_axes!r}"
-        raise ValueError(f"{given} without a mesh: give mesh=DeviceMesh and data_axes=.")
 
 
 class ShardedModel:
@@ -114,6 +89,7 @@ class ShardedModel:
         everyone: all ranks that have some of the model.
         buckets: what travels and lives together. executor: gathers, releases and reduces them.
         runtime: what gathers, releases and reduces.
+        tied_anywhere: some parameters are those of several stages, on any of the ranks of ``layers``.
         scratch: files and buffers of offloading, None without.
         writes: finds what the user writes in place.
         module_buffers: what keeps buffers alike on all ranks, None where each rank keeps its own.
@@ -146,20 +122,12 @@ class ShardedModel:
             self.precision = resolve_precision(precision)
             self.precision.check(module)
             check_rows(sparse_gradients, config)
-            _check_ranks(group, mesh, data_axes, layer_axes)
+            check_ranks(group, mesh, data_axes, layer_axes)
         self.module, self.config, self.sparse_gradients = module, config, sparse_gradients and trains
-        nodes = config.ranks_per_node
+        self._ranks = ranks_of(group, mesh, data_axes, layer_axes, check=check, nodes=config.ranks_per_node)
+        self.comm, self.layers, self.everyone = self._ranks.data, self._ranks.layers, self._ranks.everyone
         if mesh is not None:
-            agree_none_failed(all_ranks(None, mesh), CONSTRUCTION)  # before groups are made
-            self.comm = data_communicator(mesh, data_axes, layer_axes, check=check)
             enter_mesh(module, mesh)
-        else:
-            self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
-        self._mesh, self._data_axes, self._layer_axes = mesh, tuple(data_axes or ()), tuple(layer_axes)
-        self.layers = layers_communicator(mesh, layer_axes, self.comm)
-        self.everyone = everyone_of(mesh, self.comm)
-        if (self.comm is group or mesh is not None) and nodes is not None:
-            self.comm.know_nodes(nodes)
         if self.comm.backend in ("gloo", "nccl"):
             report_uncaught()  # what ends one rank is told to those that wait for it
         self.closed, self.switch, self._splits = False, switch, False
@@ -192,7 +160,9 @@ class ShardedModel:
     ) -> None:  # fmt: skip
         cfg = self.config
         with raise_in_next(lambda: self.comm, CONSTRUCTION):
-            specs, plan, layout = self._plan(units, group_of)
+            specs, plan, layout = plan_model(
+                self.module, units, cfg, precision=self.precision, group_of=group_of, sparse=self.sparse_gradients
+            )
             codes = {
                 name: p for b in plan if b.coded and not b.axes for name, p in zip(b.names, b.parameters, strict=True)
             }
@@ -203,13 +173,13 @@ class ShardedModel:
         named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
         if cfg.buffers != "own":
             named += self.module.named_buffers()
+        ranks = self._ranks
         self.families = make_families(
-            self.comm, self._mesh, self._data_axes, named, cfg,
-            layer_axes=self._layer_axes, layers=self.layers,
-        )  # fmt: skip
+            ranks.data, ranks.mesh, ranks.data_axes, named, cfg, layer_axes=ranks.layer_axes, layers=ranks.layers
+        )
         self.axes: Axes = self.families[()]
-        self._tied_anywhere = self.on_any_layer(any(axes.spans_layers for axes in self.families.values()), device)
-        if self._tied_anywhere and cfg.update_in_backward:
+        self.tied_anywhere = self.on_any_layer(any(axes.spans_layers for axes in self.families.values()), device)
+        if self.tied_anywhere and cfg.update_in_backward:
             raise NotImplementedError(
                 "update_in_backward=True with parameters that several pipeline stages have (zoo.layout.declare_tied): "
                 "their gradients are complete at the step. Leave one of the two out."
@@ -242,45 +212,12 @@ class ShardedModel:
         if cfg.offload_host_bytes is None:  # under a cap blocks go back when they are freed
             memory.begin()
         self._hook(specs)
-        self.writes = Writes(self.buckets)
+        self.writes = Writes(self.buckets, self.runtime)
         self.members = Members(self.module, self.buckets, self.runtime.units)
-
-    def _plan(
-        self, units: UnitChoice | None, group_of: Callable[[nn.Parameter], int]
-    ) -> tuple[list[UnitSpec], list[BucketSpec], str]:
-        """Units, buckets, and a digest of their layout. Nothing is communicated."""
-        cfg = self.config
-        specs = find_units(self.module, units)
-        plan = plan_buckets(
-            specs,
-            bucket_size=cfg.bucket_size,
-            persistence_threshold=cfg.param_persistence_threshold,
-            model_persistence_threshold=cfg.model_persistence_threshold,
-            group_of=group_of,
-            axes_of=lambda name, parameter: family_of(parameter),
-            precision=self.precision,
-            is_table=find_tables(self.module) if self.sparse_gradients else lambda parameter: False,
-        )
-        for spec in plan:
-            spec.logical = {name: logical_name(self.module, name) for name in spec.names}
-        described = [
-            (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes, b.row)
-            for b in plan
-        ]  # fmt: skip
-        layout = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
-        return specs, plan, layout
 
     def _hook(self, specs: Sequence[UnitSpec]) -> None:
         cfg = self.config
-        inner, outer = self._largest(specs)
-        reads = any(b.parameters_on_nvme for b in self.buckets)
-        stages = 2 if reads or cfg.mics_hierarchical_params_gather else 1  # each has a unit's time
-        itemsize = self.buckets[0].spec.dtype.itemsize
-        ahead = (any(axes.shard.size > 1 for axes in self.families.values()) or reads) and not cfg.divergent
-
-        def budget(elements: int | None, default: int) -> int:
-            return default if elements is None else elements * itemsize
-
+        spans = any(axes.shard.size > 1 for axes in self.families.values())
         self.votes: GatherVotes | None = None
         if cfg.divergent:
             from zoo.shard.runtime.gather_votes import GatherVotes
@@ -288,11 +225,7 @@ class ShardedModel:
             self.votes = GatherVotes(self.comm, self.buckets)
             for bucket in self.buckets:
                 bucket.votes = self.votes if bucket.partitioned else None
-        # One rank gathers by copying its own shard from memory: there is nothing to overlap.
-        self._budgets = Budgets(
-            prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * (inner or outer)) if ahead else 0,
-            keep_bytes=budget(cfg.max_live_parameters, max(2 * inner + outer, 2**22 * itemsize)),
-        )
+        self._budgets = budgets_of(self.buckets, specs, cfg, spans=spans)
         self.runtime = Runtime(
             specs,
             self.buckets,
@@ -309,20 +242,6 @@ class ShardedModel:
             cast_inputs=None if self.precision.inputs is None else casting(self.precision.inputs),
         )
 
-    def _largest(self, specs: Sequence[UnitSpec]) -> tuple[int, int]:
-        """Bytes of the largest partitioned bucket of units without others inside of them, and of the others.
-
-        These are whole while all inside of them runs: nothing gathers them ahead, and they come first in backward.
-        """
-        parts = [spec.name.split(".") for spec in specs if spec.name]
-        around = {"", *(".".join(path[:i]) for path in parts for i in range(1, len(path)))} if len(specs) > 1 else set()
-        sizes = [0, 0]
-        for bucket in self.buckets:
-            if bucket.partitioned:
-                kind = any(unit in around for unit in bucket.spec.units)
-                sizes[kind] = max(sizes[kind], bucket.num_bytes)
-        return sizes[0], sizes[1]
-
     @property
     def obeyed(self) -> dict[str, int]:
         """Options whose default follows from the model, as they are obeyed: key → elements, 0 below stage 3."""
@@ -338,24 +257,9 @@ class ShardedModel:
         """The buckets with gradients."""
         return [b for b in self.buckets if b.spec.trainable]
 
-    def change(self, bucket: Bucket, slot: int, value: torch.Tensor, *, keep_equal: bool = False) -> None:
-        """Give one parameter a whole new value of its own shape; every rank gives the same.
-
-        ``keep_equal``: masters that round to the value stay.
-        """
-        from zoo.shard.values.writes import write_values
-
-        bucket.check_writable()
-        self.runtime.updated()  # torch would go back through the memory that the parameter had before
-        write_values({bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=keep_equal)
-        self.writes.wrote(bucket, slot, value)
-
     def rows(self, bucket: Bucket, slot: int) -> torch.Tensor:
         """This rank's rows of a partitioned parameter, as a DTensor. Collective."""
-        from zoo.shard.values.whole import parameter_rows
-
-        self._check_open()
-        self.settle()
+        self._begin_reading()
         return parameter_rows(bucket, slot)
 
     def on_any_layer(self, here: bool, device: torch.device | None = None) -> bool:
@@ -372,50 +276,6 @@ class ShardedModel:
         for found in [wrong] if self.layers is None else self.layers.all_gather_object(wrong):
             if found is not None:
                 raise found
-
-    def hops_of_step(self, *, clips: bool) -> list[Hop]:
-        """What a step sends beside gradients and parameters: buffers of the model, and numbers between its layers."""
-        found = self.module_buffers.hops() if self.module_buffers is not None else []
-        if self.layers is not None:
-            found += [Hop("all_reduce", self.layers, 4)] * (2 if self._tied_anywhere else 1)
-            if clips:
-                found.append(Hop("all_gather", self.layers, 8 * self.layers.size))
-        return found
-
-    def hold(self, bucket: Bucket, *, writes: bool) -> tuple[bool, bool]:
-        """See :class:`~zoo.shard.values.gathered.Owner`; what is held is exact in any case."""
-        if writes:
-            bucket.check_writable()
-        return self.runtime.hold(bucket)
-
-    def let_go(self, bucket: Bucket, held: tuple[bool, bool], *, forget: bool) -> None:
-        """See :class:`~zoo.shard.values.gathered.Owner`."""
-        self.runtime.let_go(bucket, held, forget=forget)
-        if bucket.partitioned:  # of the others what was written elsewhere is still to be taken over
-            self.writes.note(bucket)
-
-    def failed_anywhere(self, error: BaseException | None) -> str:
-        """See :class:`~zoo.shard.values.gathered.Owner`."""
-        recovery = self.runtime.recovery
-        return recovery.agree_on(error, self.buckets[0].device) if recovery is not None else ""
-
-    def noted(self, bucket: Bucket) -> list[int]:
-        """See :class:`~zoo.shard.values.gathered.Owner`."""
-        return self.runtime.held[bucket]
-
-    def publish(
-        self, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
-    ) -> None:  # fmt: skip
-        """See :class:`~zoo.shard.values.gathered.Owner`."""
-        from zoo.shard.values.writes import take_from, write_values
-
-        changes, wrote = take_from(rank, slots, seen)
-        if wrote:
-            self.runtime.contexts.refuse_older()  # as torch does on the rank that wrote
-        for bucket, chosen in slots.items():
-            self.runtime.note(bucket)
-            self.writes.published(bucket, chosen)
-        write_values(changes, keep_equal=True)
 
     # Verbs -----------------------------------------------------------------------------------------------------------
 
@@ -471,7 +331,7 @@ class ShardedModel:
 
     def wait_for_layers(self) -> None:
         """Before a step: ranks with other layers may have gradients of what this one has too. Collective over them."""
-        if self._tied_anywhere:
+        if self.tied_anywhere:
             self.runtime.waiting = self.on_any_layer(self.runtime.waiting) and self.runtime.reductions.waits
 
     def sync_buffers(self) -> None:
@@ -535,21 +395,7 @@ class ShardedModel:
 
     def table(self) -> str:
         """One line a bucket: what it is, what of it is here now, and where it lives when it is not."""
-        rows = [
-            f"{'bucket':>6}  {'elements':>12}  {'parameters':<12}{'gradients':<14}{'leases':>6}{'in use':>7}  "
-            "units  (where parameters; gradients; states live)"
-        ]
-        for bucket in self.buckets:
-            parameters = bucket.parameters
-            here = "unsharded" if parameters.live else parameters.presence.value
-            here = here if bucket.partitioned else "whole"
-            gradients = bucket.gradients
-            state = "none" if gradients is None else "reduced" if gradients.reduced else gradients.phase.value
-            rows.append(
-                f"{bucket.index:>6}  {bucket.layout.size:>12,}  {here:<12}{state:<14}{bucket.leases:>6}"
-                f"{bucket.active:>7}  {bucket.label}  ({bucket.placements})"
-            )
-        return "\n".join(rows)
+        return table_of(self.buckets)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -565,8 +411,7 @@ class ShardedModel:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """All parameters whole on every rank, for reading. Collective; changes made inside are lost at stage 3."""
-        self._check_open()
-        self.settle()
+        self._begin_reading()
         held: list[Bucket] = []
         try:
             for bucket in self.buckets:
@@ -585,33 +430,28 @@ class ShardedModel:
         Collective: every rank goes to the end. A tensor is valid until the next one is asked for; ``frozen=False``
         leaves frozen parameters out. Parameters that are tied come once.
         """
-        from zoo.shard.values.whole import whole_parameters
-
-        self._check_open()
+        self._begin_reading()
         self.members.check()
-        self.settle()
-        buckets = [b for b in self.buckets if frozen or b.spec.trainable]
-        self._note_reading(buckets)
-        return whole_parameters(buckets)
-
-    @staticmethod
-    def _note_reading(buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
-            bucket.read_whole = True
+        return whole_parameters(self._to_read(frozen=frozen))
 
     def whole_model(self, *, frozen: bool = True, layers: bool = True) -> WholeModel:
         """As :meth:`whole_parameters`, under their names in the whole model, and with what other ranks have of tensors
         that are split along further mesh axes (experts, tensor-parallel layers), and other layers. Collective, and so
         is the iteration.
         """
-        from zoo.shard.values.whole import WholeModel
-
-        self._check_open()
+        self._begin_reading()
         self.members.agree(self.comm, self.everyone if layers else self.comm, "reading the whole model")
+        return WholeModel(self._to_read(frozen=frozen), self.families, self.layers if layers else None)
+
+    def _begin_reading(self) -> None:
+        self.refuse_closed()
         self.settle()
+
+    def _to_read(self, *, frozen: bool) -> list[Bucket]:
         buckets = [b for b in self.buckets if frozen or b.spec.trainable]
-        self._note_reading(buckets)
-        return WholeModel(buckets, self.families, self.layers if layers else None)
+        for bucket in buckets:
+            bucket.read_whole = True
+        return buckets
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Neither copies nor pickles have the model's memory."""
@@ -643,13 +483,7 @@ class ShardedModel:
         if self.closed:
             raise ValueError("this model was closed: its parameters are ordinary ones again. Construct a new one.")
 
-    def _check_open(self) -> None:
-        self.refuse_closed()
-        self.runtime.settle_failure()
-
     def _give_back(self, buckets: list[Bucket]) -> None:
-        from zoo.shard.values.whole import whole_values
-
         while buckets:
             bucket = buckets[0]
             self.executor.wait(bucket, exact=True)

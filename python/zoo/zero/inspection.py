@@ -1,18 +1,18 @@
-"""What a ZeRO optimizer tells of itself: what a step came to, whole values, bytes, and what a step will cost."""
+"""What a ZeRO optimizer tells of itself: what a step came to, gradients and their norm, whole values, bytes, costs."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zoo.shard.collectives.routes import Hop
+from zoo.comm import Communicator
 from zoo.shard.config import ZeroConfig
 from zoo.shard.gradients import Phase
+from zoo.zero.update.torch_interface import OuterOptimizer
 
 if TYPE_CHECKING:
     from zoo.shard.buckets import Bucket
@@ -24,34 +24,52 @@ if TYPE_CHECKING:
     from zoo.zero.forecast.costs import Forecast
     from zoo.zero.update.alike import Alike
     from zoo.zero.update.clipping import Clipping, LossScaler, Outcome
+    from zoo.zero.update.in_backward import UpdateInBackward
     from zoo.zero.update.updater import Updater
 
 
-class Inspection:
-    """The part of :class:`~zoo.zero.ZeroOptimizer` that changes nothing.
+class Inspection(OuterOptimizer):
+    """The part of :class:`~zoo.zero.ZeroOptimizer` beside construction, training and state.
 
     What depends on the norm of the latest step's gradients waits for it, where the step has not (:meth:`read_outcome`).
 
     Attributes:
         num_updates: that all ranks have made together; of a state that was loaded, at least its own.
         outcome: of the latest step, while nobody has read it; else None.
+        buckets: what travels and lives together. updater: the wrapped optimizer on this rank's segments.
+        runtime: what gathers, releases and reduces.
     """
 
     num_updates: int
     outcome: Outcome | None = None
 
     model: nn.Module
+    comm: Communicator
     config: ZeroConfig
     sharded: ShardedModel
+    inner: Any
     clipping: Clipping
+    runtime: Runtime
+    updater: Updater
+    alike: Alike
+    buckets: Sequence[Bucket]
     _scaler: LossScaler | None
-    _runtime: Runtime
-    _updater: Updater
-    _alike: Alike
-    _buckets: Sequence[Bucket]
+    _in_backward: UpdateInBackward | None
+    _trainable: list[Bucket]
     _gradients: list[BucketGradients]
     _feedback: list[Feedback]
-    param_groups: list[dict[str, Any]]
+
+    def _check_open(self) -> None:
+        if self.sharded.closed:
+            raise ValueError("this optimizer was closed: the model is an ordinary one again. Construct a new one.")
+
+    def take_writes(self) -> None:
+        """Take over what was written into parameters; see :mod:`zoo.shard.values.writes`.
+
+        Raises:
+            RuntimeError: something that was written is lost.
+        """
+        self.sharded.writes.take()
 
     # What the latest step came to ----------------------------------------------------------------------------------
 
@@ -66,7 +84,7 @@ class Inspection:
             if not self.clipping.learn(outcome) and outcome.made:
                 self.num_updates -= 1  # it was counted before that was known
             self.clipping.rescale()
-            self._runtime.backward.scale = self.loss_scale
+            self.runtime.backward.scale = self.loss_scale
 
     @property
     def grad_norm(self) -> float | None:
@@ -106,6 +124,78 @@ class Inspection:
         self.read_outcome()
         return self._scaler.scale
 
+    # Gradients -----------------------------------------------------------------------------------------------------
+
+    @property
+    def holds_gradients(self) -> bool:
+        """There are gradients since ``zero_grad``, on this rank, reduced or not."""
+        return any(g.reduced or g.phase is not Phase.IDLE for g in self._gradients)
+
+    def _has_gradients(self) -> bool:
+        """There is something to step with; what was dropped one by one counts as zero then."""
+        for gradients in self._gradients:
+            gradients.check_strays()
+        here = self.runtime.reduced and any(g.reduced for g in self._gradients)
+        if not self.sharded.on_any_layer(here):
+            self.runtime.reduced = False
+            return False
+        for gradients in self._gradients:
+            gradients.make_zero()
+        return True
+
+    def settle_gradients(self) -> None:
+        """Reduce what ``no_sync()`` left on each rank, unless that is an update. Collective if there is any."""
+        self.read_outcome()  # gradients that were kept may get another scale
+        if self._in_backward is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.runtime.unreduced and not any(g.phase is Phase.ACCUMULATING for g in self._gradients):
+            self.runtime.unreduced = False  # the model's zero_grad() dropped it all
+        self.sharded.reduce()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Scale the mean gradient to a norm (Σ |g|^p)^(1/p) of at most ``max_norm``. Collective.
+
+        As ``torch.nn.utils.clip_grad_norm_``, over the parameters of all ranks, but for norms that are not finite:
+        gradients stay as they are then, and the next step is skipped, or an error (``nonfinite_gradients``).
+
+        Args:
+            max_norm: in units of the gradient, without the loss scale.
+            norm_type: p > 0, or ``math.inf`` for the largest |g|.
+            error_if_nonfinite: raise at once.
+
+        Returns:
+            The norm before; 0.0 where there was no backward since ``zero_grad``.
+
+        Raises:
+            ValueError: arguments out of range, or updates that are made in backward.
+            NonFiniteGradientsError: see there; a RuntimeError, as torch's.
+        """
+        if not self._can_measure("clip_grad_norm_"):
+            return 0.0
+        return self.clipping.clip(max_norm, norm_type, error_if_nonfinite)
+
+    @torch.no_grad()
+    def global_norm(self, norm_type: float = 2.0) -> float:
+        """(Σ |g|^p)^(1/p) of the mean gradient over the parameters of all ranks; nothing changes. Collective.
+
+        For every step ``clip_norm=math.inf`` does it: the norm is ``grad_norm`` then.
+        """
+        return self.clipping.measured(norm_type) if self._can_measure("global_norm") else 0.0
+
+    def _can_measure(self, what: str) -> bool:
+        """Whether there are gradients; what was accumulated is reduced first."""
+        self._check_open()
+        if self._in_backward is not None:
+            raise ValueError(f"{what}() with update_in_backward=True: backward has used the gradients already.")
+        self.read_outcome()
+        self.runtime.check()
+        self.sharded.wait_for_layers()
+        self._settle()
+        return self._has_gradients()
+
     # Values, bytes, plans ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -136,19 +226,14 @@ class Inspection:
         whole = self.sharded.whole_model(layers=False)
         return {name: value.to("cpu", dtype, copy=True) for name, value in whole}
 
-    @property
-    def holds_gradients(self) -> bool:
-        """There are gradients since ``zero_grad``, on this rank, reduced or not."""
-        return any(g.reduced or g.phase is not Phase.IDLE for g in self._gradients)
-
     def memory(self) -> dict[str, int]:
         """Bytes of model states in this rank's memory now, by role: parameters, gradients, optimizer, total.
 
         Beside them "feedback": errors of quantised reductions; "nvme": bytes of this rank's files; "buffers": host
         memory of the buffers that serve them.
         """
-        optimizer = sum(t.nbytes for segment in self._updater.segments for t in segment.in_memory().values())
-        parameters = sum(b.parameters.memory_bytes() for b in self._buckets)
+        optimizer = sum(t.nbytes for segment in self.updater.segments for t in segment.in_memory().values())
+        parameters = sum(b.parameters.memory_bytes() for b in self.buckets)
         gradients = sum(g.memory_bytes() for g in self._gradients)
         total = parameters + gradients + optimizer
         found = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "total": total}
@@ -165,14 +250,6 @@ class Inspection:
         """Bytes that this rank has read from and written to NVMe since construction."""
         return self.sharded.scratch.traffic() if self.sharded.scratch is not None else (0, 0)
 
-    def _row_hops(self) -> list[Hop]:
-        """The options of the groups, which go with the norm where the same ranks exchange it."""
-        comm, sharded = self.sharded.comm, self.sharded
-        axes = {b.routes.axes for b in sharded.trainable if b.placements.states.is_split and b.shard_group.size > 1}
-        if sharded.layers is not None or not any(tuple(a.shard.ranks) == tuple(comm.ranks) for a in axes):
-            return []
-        return [Hop("all_gather", comm, 8 * self._alike.size * comm.size)]
-
     def forecast(self, drives: Sequence[Drive] | None = None, *, max_bytes: int | None = None) -> Forecast:
         """What a step will cost this rank, from the plan and the wrapped optimizer's states.
 
@@ -183,26 +260,8 @@ class Inspection:
             drives: of a step in a window, what its schedule does from the window's beginning to its end; None: one
                 forward and its backward. max_bytes: of the window.
         """
-        from zoo.zero.forecast.costs import forecast as make_forecast
-        from zoo.zero.forecast.costs import gathered_from_shards, nvme_traffic, tier_bytes
+        from zoo.zero.forecast.costs import forecast_step
 
-        self._updater.decide(self.param_groups)
-        states, runtime = self._updater.expected.num_bytes(self._updater.segments), self._runtime
-        plan = runtime.plan() if drives is None else runtime.plan_window(drives, max_bytes)
-        clips = self.clipping.measures
-        found = make_forecast(
-            self._buckets,
-            plan=plan,
-            reduce_dtype=self.sharded.precision.reduce,
-            optimizer_bytes=states,
-            clips=clips,
-            others=self.sharded.hops_of_step(clips=clips) + self._updater.hops() + (self._row_hops() if clips else []),
-        )
-        tiers, buffers = tier_bytes(self._buckets, states), self._updater.buffer_bytes()
-        read, written = nvme_traffic(self._buckets, self._updater, lambda weigh: gathered_from_shards(plan, weigh))
-        pins = self.config.offload_param.pin_memory or self.config.offload_optimizer.pin_memory
-        return dataclasses.replace(
-            found, tiers=tiers, buffers_bytes=buffers, pinned_bytes=(buffers + tiers["host"]) * pins,
-            nvme_files_bytes=self.sharded.scratch.nvme_bytes() if self.sharded.scratch is not None else 0,
-            nvme_read_bytes=read, nvme_written_bytes=written,
-        )  # fmt: skip
+        self.updater.decide(self.param_groups)
+        plan = self.runtime.plan() if drives is None else self.runtime.plan_window(drives, max_bytes)
+        return forecast_step(self.sharded, self.updater, plan, clips=self.clipping.measures, num_alike=self.alike.size)

@@ -17,14 +17,12 @@ from torch import nn
 from zoo import io
 from zoo.comm import Communicator, raise_in_next, raise_together
 from zoo.shard.agreement import CONSTRUCTION, all_ranks, check_group, of_groups
-from zoo.shard.buckets import Bucket
 from zoo.shard.config import ZeroConfig
-from zoo.shard.gradients import BucketGradients, Phase
+from zoo.shard.gradients import BucketGradients
+from zoo.shard.guard import refuse_copy
 from zoo.shard.placement.units import UnitChoice, check_parameters
-from zoo.shard.runtime.hooks import Runtime
 from zoo.shard.runtime.without_graph import go_backward
-from zoo.shard.sharded import ShardedModel, refuse_copy
-from zoo.zero.inspection import Inspection
+from zoo.shard.sharded import ShardedModel
 from zoo.zero.options.arguments import (
     cannot_train,
     find_optimizer,
@@ -50,7 +48,6 @@ from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
 from zoo.zero.update.instances import retire
 from zoo.zero.update.norms import Tally
 from zoo.zero.update.probe import Tried, Wrapped, try_out
-from zoo.zero.update.torch_interface import OuterOptimizer
 from zoo.zero.update.updater import Updater
 
 if TYPE_CHECKING:
@@ -58,10 +55,9 @@ if TYPE_CHECKING:
 
     from zoo.shard.placement.precision import Precision
     from zoo.zero.options.keywords import Keywords
-    from zoo.zero.state.offload_states import StatesAway
 
 
-class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
+class ZeroOptimizer(SavedState):
     """Trains a model data-parallel, with its training state split over the ranks as the stage says.
 
     After each backward of every rank the gradient is g = 1/N Σ_r g_r, and ``step`` applies the wrapped optimizer to it
@@ -166,7 +162,6 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             tell_of_gradients(model)
             wrapped = find_optimizer(model, optimizer, params, given, owner=type(self))
             self.model = model
-            self._away: StatesAway | None = None
             self.num_updates = 0  # that all ranks have made together; of a state that was loaded, at least its own
             # Before the model is touched: what the wrapped optimizer refuses.
             tried = try_out(wrapped)
@@ -174,7 +169,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
                 "optimizer": wrapped.make, **of_groups(tried.groups), "clip_norm": clip_norm,
                 "loss_scale": self._scaler, "nonfinite_gradients": nonfinite_gradients,
             }  # fmt: skip
-            self._alike = Alike(tried.groups)
+            self.alike = Alike(tried.groups)
             group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
             switch = None
             if getattr(wrapped.make, "synchronises", False):
@@ -197,14 +192,14 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
 
     def _adopt(self, wrapped: Wrapped, tried: Tried) -> None:
         sharded = self.sharded
-        self.comm, self._runtime, self._buckets = sharded.comm, sharded.runtime, sharded.buckets
+        self.comm, self.runtime, self.buckets = sharded.comm, sharded.runtime, sharded.buckets
         self._trainable = sharded.trainable
         self._feedback = [f for f in (b.routes.feedback for b in self._trainable) if f is not None]
         sharded.refuse_together(cannot_train(wrapped, tried, sharded, scaled=self._scaler is not None))
         sharded.dtensors.replace_in(wrapped.groups)
-        self._gradients: list[BucketGradients] = [b.gradients for b in self._buckets if b.gradients is not None]
+        self._gradients: list[BucketGradients] = [b.gradients for b in self.buckets if b.gradients is not None]
         self.clipping.adopt(self._gradients, sharded.layers)
-        self._updater = Updater(
+        self.updater = Updater(
             self._trainable, wrapped.make, wrapped.groups, wrapped.options,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
             in_backward=self.config.update_in_backward, multiplies=self._scaler is not None, switch=sharded.switch,
@@ -212,25 +207,25 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             instance=wrapped.instance, asked=tried.asked,
         )  # fmt: skip
         self._comparison = Comparison(
-            self._alike, sharded, self.clipping, self._gradients, self._updater.give_up,
+            self.alike, sharded, self.clipping, self._gradients, self.updater.give_up,
             counts=not self.config.update_in_backward,
         )  # fmt: skip
         self.clipping.refuses = self._comparison.refuse
         self._in_backward = (
-            UpdateInBackward(self._updater, self._options_of_update, self._publish, self.take_writes)
+            UpdateInBackward(self.updater, self._options_of_update, self._publish, self.take_writes)
             if self.config.update_in_backward else None
         )  # fmt: skip
-        self._runtime.reductions.follower = self._in_backward or UpdateInStep(self._updater, self._current_groups)
-        self._runtime.backward.scale = self.loss_scale
+        self.runtime.reductions.follower = self._in_backward or UpdateInStep(self.updater, self._current_groups)
+        self.runtime.backward.scale = self.loss_scale
         late = self._reads_late
         self._late = sharded.buckets[0].device.type == "cuda" if late is None else late
         if not self._late:
             sharded.writes.watch()
-        self.inner = self._updater.inner
+        self.inner = self.updater.inner
         self.states = OptimizerStates(self)
         self.seal(wrapped.groups, self.inner, self._look_at_states)
         if wrapped.instance is not None:
-            self._updater.follows = retire(wrapped.instance, self, self.inner)
+            self.updater.follows = retire(wrapped.instance, self, self.inner)
         if sharded.switch is not None and self.comm.rank == 0 and self._feedback and not sharded.switch.own:
             from zoo.zero.synced.collectives import tell_ratio
 
@@ -248,24 +243,9 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
     # Training --------------------------------------------------------------------------------------------------------
 
     @property
-    def buckets(self) -> Sequence[Bucket]:
-        """What travels and lives together."""
-        return self._buckets
-
-    @property
-    def updater(self) -> Updater:
-        """The wrapped optimizer on this rank's segments."""
-        return self._updater
-
-    @property
     def shard_group(self) -> Communicator:
         """The ranks that split what is split: all of them but with shard groups (MiCS)."""
         return self.sharded.axes.shard
-
-    @property
-    def runtime(self) -> Runtime:
-        """What gathers, releases and reduces."""
-        return self._runtime
 
     @property
     def clip_norm(self) -> float:
@@ -281,7 +261,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
                 measures the norm over all of them (stages 1 to 3), else when they have waited for this one.
         """
         compares = self.clipping.may_skip and self.config.stage > 0 and self.shard_group.size == self.comm.size
-        go_backward(self._runtime.backward, loss, self.scale_loss, joins=compares)
+        go_backward(self.runtime.backward, loss, self.scale_loss, joins=compares)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss * loss_scale``, of which ``backward()`` may be called."""
@@ -290,7 +270,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             return loss
         scaled = loss * self.loss_scale
         if scaled.requires_grad:
-            backward = self._runtime.backward
+            backward = self.runtime.backward
 
             def begun(gradient: torch.Tensor) -> None:
                 backward.note_scaled()
@@ -344,7 +324,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_open()
-        if torch._C._current_graph_task_id() != -1 and self._runtime.backward.under_way:
+        if torch._C._current_graph_task_id() != -1 and self.runtime.backward.under_way:
             raise RuntimeError("step() inside of a backward: its gradients are not complete. Call it afterwards.")
         self.read_outcome()
         self.clipping.begin()
@@ -358,9 +338,9 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
     def _step(self, mine: torch.Tensor | None, alike: Mapping[str, float]) -> Outcome | None:
         """What is still to be read: the tally of ``mine``, where the norm was not measured, which it travels with."""
         groups = self._options_of_update()
-        self._runtime.backward.check_running()
-        self._updater.check_whole()
-        self._runtime.check()
+        self.runtime.backward.check_running()
+        self.updater.check_whole()
+        self.runtime.check()
         self.sharded.members.check()
         self.take_writes()
         self.sharded.wait_for_layers()
@@ -376,7 +356,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             self._settle_errors(used=True)
             return told(made=True)
         # Where numbers are read later all ranks update: those that have others' gradients would wait for this one.
-        if not self._has_gradients() or (self._runtime.backward.has_nothing and not self._late):
+        if not self._has_gradients() or (self.runtime.backward.has_nothing and not self._late):
             self.clipping.norm = None
             return self._nothing_here(tally, told)
         measured, rest = self.clipping.may_skip, None
@@ -394,7 +374,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             self._settle_errors(used=False)
             return None
         try:
-            self._updater.update(factors, groups)
+            self.updater.update(factors, groups)
         finally:
             if self.outcome is None:
                 self.clipping.rescale()
@@ -428,44 +408,20 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         sums = tally.sums() if tally is not None and tallies else None
         outcome = Outcome(norm, sums, tally.rows() if tally is not None else None)
         late = self._late and not clipping.raises and not self._feedback
-        if late and self._updater.skips_on_device.possible(groups):
+        if late and self.updater.skips_on_device.possible(groups):
             outcome.made = True
             self.outcome = outcome
             return clipping.factors_on_device(norm)
         try:
             used = clipping.learn(outcome)
         finally:
-            self._runtime.backward.scale = self.loss_scale
+            self.runtime.backward.scale = self.loss_scale
         return clipping.factors(clipping.norm, unscale) if used else None
 
     def _settle_errors(self, *, used: bool) -> None:
         """Reductions that keep errors learn whether their latest results were used."""
         for feedback in self._feedback:
             feedback.commit() if used else feedback.roll_back()
-
-    def _check_open(self) -> None:
-        if self.sharded.closed:
-            raise ValueError("this optimizer was closed: the model is an ordinary one again. Construct a new one.")
-
-    def take_writes(self) -> None:
-        """Take over what was written into parameters; see :mod:`zoo.shard.values.writes`.
-
-        Raises:
-            RuntimeError: something that was written is lost.
-        """
-        self.sharded.writes.take()
-
-    def _has_gradients(self) -> bool:
-        """There is something to step with; what was dropped one by one counts as zero then."""
-        for gradients in self._gradients:
-            gradients.check_strays()
-        here = self._runtime.reduced and any(g.reduced for g in self._gradients)
-        if not self.sharded.on_any_layer(here):
-            self._runtime.reduced = False
-            return False
-        for gradients in self._gradients:
-            gradients.make_zero()
-        return True
 
     def _current_groups(self) -> list[dict[str, Any]]:
         return self.param_groups
@@ -476,64 +432,11 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self.check_groups()
         return self.param_groups
 
-    def settle_gradients(self) -> None:
-        """Reduce what ``no_sync()`` left on each rank, unless that is an update. Collective if there is any."""
-        self.read_outcome()  # gradients that were kept may get another scale
-        if self._in_backward is None:
-            self._settle()
-
-    def _settle(self) -> None:
-        if self._runtime.unreduced and not any(g.phase is Phase.ACCUMULATING for g in self._gradients):
-            self._runtime.unreduced = False  # the model's zero_grad() dropped it all
-        self.sharded.reduce()
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
-        """Scale the mean gradient to a norm (Σ |g|^p)^(1/p) of at most ``max_norm``. Collective.
-
-        As ``torch.nn.utils.clip_grad_norm_``, over the parameters of all ranks, but for norms that are not finite:
-        gradients stay as they are then, and the next step is skipped, or an error (``nonfinite_gradients``).
-
-        Args:
-            max_norm: in units of the gradient, without the loss scale.
-            norm_type: p > 0, or ``math.inf`` for the largest |g|.
-            error_if_nonfinite: raise at once.
-
-        Returns:
-            The norm before; 0.0 where there was no backward since ``zero_grad``.
-
-        Raises:
-            ValueError: arguments out of range, or updates that are made in backward.
-            NonFiniteGradientsError: see there; a RuntimeError, as torch's.
-        """
-        if not self._can_measure("clip_grad_norm_"):
-            return 0.0
-        return self.clipping.clip(max_norm, norm_type, error_if_nonfinite)
-
-    @torch.no_grad()
-    def global_norm(self, norm_type: float = 2.0) -> float:
-        """(Σ |g|^p)^(1/p) of the mean gradient over the parameters of all ranks; nothing changes. Collective.
-
-        For every step ``clip_norm=math.inf`` does it: the norm is ``grad_norm`` then.
-        """
-        return self.clipping.measured(norm_type) if self._can_measure("global_norm") else 0.0
-
-    def _can_measure(self, what: str) -> bool:
-        """Whether there are gradients; what was accumulated is reduced first."""
-        self._check_open()
-        if self._in_backward is not None:
-            raise ValueError(f"{what}() with update_in_backward=True: backward has used the gradients already.")
-        self.read_outcome()
-        self._runtime.check()
-        self.sharded.wait_for_layers()
-        self._settle()
-        return self._has_gradients()
-
     def _publish(self) -> None:
         finish = self.sharded.executor.publish_all(self._trainable)
         self.num_updates += 1
-        self._runtime.updated()
-        self.sharded.writes.updated(self._trainable, self._runtime.held)
+        self.runtime.updated()
+        self.sharded.writes.updated(self._trainable)
         finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -541,51 +444,14 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self._check_open()
         if self._in_backward is not None:
             self._in_backward.check_dropped()
-        self._runtime.drop_gradients()
+        self.runtime.drop_gradients()
         self.clipping.forget()
 
-    # States elsewhere, and the end -----------------------------------------------------------------------------------
+    # The end ---------------------------------------------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:
         """Free gathered parameters that are kept for the next forward or backward (stage 3). Call it on all ranks."""
-        self._runtime.residency.clear()
-
-    def offload_states(
-        self, include: Iterable[str] | None = None, device: str = "cpu", pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> int:  # fmt: skip
-        """Move state from the device to host memory until :meth:`reload_states`; returns its bytes. Stages 1 to 3.
-
-        Called again it moves more, and returns the bytes of everything that is away.
-
-        Args:
-            include: of "optim_states", "hp_params" (fp32 masters), "lp_params" (shards of the parameters, stage 3) and
-                "lp_grads" (reduced gradients); None for all that the stage has.
-            device: "cpu"; where parameters are on the CPU anyway nothing has to move.
-            pin_memory, non_blocking: of the copies, on a GPU.
-
-        Raises:
-            ValueError: another stage or device, or a name that is none.
-        """
-        from zoo.zero.state.offload_states import StatesAway, states_named
-
-        stage = self.config.stage
-        names = states_named(include, stage)
-        if stage == 0 or device != "cpu":
-            raise ValueError(
-                f"offload_states(device={device!r}) at stage {stage}; it needs 'cpu', and stage 1, 2 or 3."
-            )
-        self._check_open()
-        self.read_outcome()
-        self._away = self._away or StatesAway(self)
-        self._away.take(names, pin_memory=pin_memory and torch.cuda.is_available(), non_blocking=non_blocking)
-        return self._away.num_bytes()
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what :meth:`offload_states` took away."""
-        if self._away is not None:
-            self._away.back(non_blocking=non_blocking)
-            self._away = None
+        self.runtime.residency.clear()
 
     def close(self) -> None:
         """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3.

@@ -340,7 +340,7 @@ def test_frozen_parameters_take_a_byte_each(dtype: torch.dtype, world: int, devi
             dtype, zero_quantized_nontrainable_weights=quantised, offload_param=where(device, tmp_path)
         )
         assert optimizer.memory()["parameters"] == optimizer.forecast().parameters_bytes
-        frozen = sum(b.parameters.memory_bytes() for b in optimizer._buckets if not b.spec.trainable)
+        frozen = sum(b.parameters.memory_bytes() for b in optimizer.buckets if not b.spec.trainable)
         return frozen, optimizer.memory()["parameters"] - frozen
 
     before, rest = sim.run(world, lambda rank: fn(rank, False))[0]

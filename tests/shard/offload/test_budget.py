@@ -41,7 +41,7 @@ def work(rank: int, folder: Path, cap: int | None = None, ranks_per_node: int | 
     model, optimizer = build(folder, offload_host_bytes=cap, ranks_per_node=ranks_per_node)
     losses = train(model, optimizer, range(3))
     scratch = optimizer.sharded.scratch
-    need, ledger = optimizer._updater.buffer_bytes(), scratch._budget and scratch._budget.ledger
+    need, ledger = optimizer.updater.buffer_bytes(), scratch._budget and scratch._budget.ledger
     return losses, need, scratch.pool.stats(), ledger
 
 
@@ -125,7 +125,7 @@ def test_what_one_rank_does_not_need_another_has(tmp_path: Path) -> None:
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-        return losses, optimizer._updater.buffer_bytes()
+        return losses, optimizer.updater.buffer_bytes()
 
     free = sim.run(2, uneven)
     needs = [need for _, need in free]

@@ -104,7 +104,7 @@ def test_state_is_really_on_the_device(tmp_path: Path) -> None:
     assert memory["nvme"] >= 16 * elements  # parameters, gradients, two moments
     assert memory["parameters"] == memory["gradients"] == 0
     assert memory["optimizer"] < 100  # numbers of steps
-    assert optimizer.sharded.scratch.pool.stats().peak_bytes <= optimizer._updater.buffer_bytes()
+    assert optimizer.sharded.scratch.pool.stats().peak_bytes <= optimizer.updater.buffer_bytes()
     optimizer.close()
 
 
@@ -208,7 +208,7 @@ def test_a_device_that_fails_loses_nothing_that_was_saved(
     with pytest.raises(OffloadError, match=r"continue from the last checkpoint|go through the backward again"):
         train(model, optimizer, range(2, 5))
     failing.left = 10**9
-    if optimizer._updater.broken is not None:
+    if optimizer.updater.broken is not None:
         with pytest.raises(OffloadError, match="incomplete since a step failed"):
             optimizer.step()
         with pytest.raises(OffloadError, match="incomplete since a step failed"):

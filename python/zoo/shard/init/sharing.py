@@ -62,24 +62,29 @@ class Sharing:
         """All ranks that share the model."""
         return self.axes.world
 
-    # To ``GatheredParameters`` it is what its parts belong to.
+    # To ``GatheredParameters`` it is what its parts belong to, and what holds them.
+
+    @property
+    def writes(self) -> Sharing:
+        """It keeps no account of writes of its own."""
+        return self
 
     @cached_property
     def _recovery(self) -> Recovery | None:
         return Recovery(self.comm) if self.comm.size > 1 else None
 
     def settle(self) -> None:
-        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        """See :class:`~zoo.shard.values.gathered.Holder`."""
         if self._recovery is not None:
             self._recovery.settle()
 
     def failed_anywhere(self, error: BaseException | None) -> str:
-        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        """See :class:`~zoo.shard.values.gathered.Holder`."""
         device = torch.device("cuda" if "nccl" in self.comm.backend else "cpu")
         return self._recovery.agree_on(error, device) if self._recovery is not None else ""
 
     def hold(self, part: InitBucket, *, writes: bool) -> bool:
-        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        """See :class:`~zoo.shard.values.gathered.Holder`."""
         from zoo.shard.init.session import current
 
         session = current()
@@ -91,7 +96,7 @@ class Sharing:
         return writes
 
     def let_go(self, part: InitBucket, held: bool, *, forget: bool) -> None:
-        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        """See :class:`~zoo.shard.values.gathered.Holder`."""
         from zoo.shard.init.session import current
 
         session = current()
@@ -105,13 +110,13 @@ class Sharing:
             part.drop_whole()
 
     def noted(self, part: InitBucket) -> list[int]:
-        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        """See :class:`~zoo.shard.values.gathered.Holder`."""
         return [part.version]
 
     def publish(
         self, slots: Mapping[InitBucket, Sequence[int]], rank: int, seen: Mapping[InitBucket, Sequence[int]]
     ) -> None:
-        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        """See :class:`~zoo.shard.values.gathered.Holder`."""
         for part in slots:
             part.store(rank)
 

@@ -35,10 +35,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zoo.comm import Communicator
+from zoo.comm import Communicator, agree_none_failed
 from zoo.comm.groups import of_mesh
 from zoo.comm.nodes import node_of_each
 from zoo.layout import split_of
+from zoo.shard.agreement import CONSTRUCTION, all_ranks
 from zoo.shard.placement.axes import Axes, Near, copy_size, form_axes, make_axes, near_by, shard_size
 
 if TYPE_CHECKING:
@@ -49,6 +50,47 @@ TIED = "="
 
 # What says how large the groups of each kind are.
 _OPTIONS = {"shard": "mics_shard_size", "secondary": "zero_hpz_partition_size", "nodes": "ranks_per_node"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Who has the model: ``data``, over which losses are averaged, ``layers`` with the other layers at this rank's
+    place (None where it has them all), and ``everyone``."""
+
+    data: Communicator
+    layers: Communicator | None
+    everyone: Communicator
+    mesh: Any
+    data_axes: tuple[str, ...]
+    layer_axes: tuple[str, ...]
+
+
+def check_ranks(group: Any, mesh: Any, data_axes: Any, layer_axes: Any) -> None:
+    """Raise ValueError for a group and a mesh, or for axes without a mesh."""
+    if mesh is not None and group is not None:
+        raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
+    if mesh is None and (layer_axes or data_axes):
+        given = f"layer_axes={tuple(layer_axes)!r}" if layer_axes else f"data_axes={data_axes!r}"
+        raise ValueError(f"{given} without a mesh: give mesh=DeviceMesh and data_axes=.")
+
+
+def ranks_of(
+    group: Any, mesh: Any, data_axes: Sequence[str] | None, layer_axes: Sequence[str], *, check: bool,
+    nodes: Any,
+) -> Ranks:  # fmt: skip
+    """From what a constructor was given. Collective over the mesh, or over what makes a communicator of ``group``."""
+    if mesh is not None:
+        agree_none_failed(all_ranks(None, mesh), CONSTRUCTION)  # before groups are made
+        comm = data_communicator(mesh, data_axes, layer_axes, check=check)
+    else:
+        comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
+    layers, everyone = layers_communicator(mesh, layer_axes, comm), everyone_of(mesh, comm)
+    if (comm is group or mesh is not None) and nodes is not None:
+        comm.know_nodes(nodes)
+    return Ranks(
+        data=comm, layers=layers, everyone=everyone, mesh=mesh, data_axes=tuple(data_axes or ()),
+        layer_axes=tuple(layer_axes),
+    )  # fmt: skip
 
 
 def data_communicator(

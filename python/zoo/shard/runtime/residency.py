@@ -12,11 +12,16 @@ what comes after it, :meth:`Residency.rest` when nobody that runs needs it any m
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from zoo.shard.buckets import Bucket
 from zoo.shard.parameters import Presence
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.orders import Orders
+
+if TYPE_CHECKING:
+    from zoo.shard.config import ZeroConfig
+    from zoo.shard.placement.units import UnitSpec
 
 REUSE_WINDOW = 4
 """A bucket that one of the next so many acquisitions of the recorded order needs again is not released in between."""
@@ -301,3 +306,40 @@ class Residency:
     def whole_bytes(self) -> int:
         """Of all that is whole, or on its way."""
         return sum(b.num_bytes for b in self._buckets if b.parameters.presence is not _SHARDED)
+
+
+def budgets_of(buckets: Sequence[Bucket], units: Sequence[UnitSpec], config: ZeroConfig, *, spans: bool) -> Budgets:
+    """What ``prefetch_bucket_size`` and ``max_live_parameters`` say; by default what follows from the model.
+
+    Args:
+        spans: some bucket is split over more than one rank. One rank gathers by copying its own shard from memory:
+            there is nothing to overlap.
+    """
+    inner, outer = _largest(buckets, units)
+    reads = any(b.parameters_on_nvme for b in buckets)
+    stages = 2 if reads or config.mics_hierarchical_params_gather else 1  # each has a unit's time
+    itemsize = buckets[0].spec.dtype.itemsize
+
+    def budget(elements: int | None, default: int) -> int:
+        return default if elements is None else elements * itemsize
+
+    ahead = (spans or reads) and not config.divergent
+    return Budgets(
+        prefetch_bytes=budget(config.prefetch_bucket_size, stages * (inner or outer)) if ahead else 0,
+        keep_bytes=budget(config.max_live_parameters, max(2 * inner + outer, 2**22 * itemsize)),
+    )
+
+
+def _largest(buckets: Sequence[Bucket], specs: Sequence[UnitSpec]) -> tuple[int, int]:
+    """Bytes of the largest partitioned bucket of units without others inside of them, and of the others.
+
+    These are whole while all inside of them runs: nothing gathers them ahead, and they come first in backward.
+    """
+    parts = [spec.name.split(".") for spec in specs if spec.name]
+    around = {"", *(".".join(path[:i]) for path in parts for i in range(1, len(path)))} if len(specs) > 1 else set()
+    sizes = [0, 0]
+    for bucket in buckets:
+        if bucket.partitioned:
+            kind = any(unit in around for unit in bucket.spec.units)
+            sizes[kind] = max(sizes[kind], bucket.num_bytes)
+    return sizes[0], sizes[1]

@@ -23,13 +23,18 @@ _COPIES: WeakKeyDictionary[Bucket, list[dict[int, torch.Tensor]]] = WeakKeyDicti
 class Owner(Protocol):
     """Whose buckets they are: a ``ShardedModel``, or what ``zoo.zero.Init`` has partitioned. Every rank calls it alike.
 
-    ``comm`` has all of its ranks.
+    ``comm`` has all of its ranks; ``writes`` holds its buckets.
     """
 
     comm: Communicator
+    writes: Holder
 
     def settle(self) -> None:
         """Before the ranks agree on what comes."""
+
+
+class Holder(Protocol):
+    """Keeps buckets whole and takes new values for them; every rank calls it alike."""
 
     def failed_anywhere(self, error: BaseException | None) -> str:
         """What ended the ``with`` on some rank, by rank; empty if nothing did. Collective but after an interrupt."""
@@ -119,7 +124,7 @@ class GatheredParameters:
         self._take_external()
         try:
             for bucket in self._slots:
-                self._held[bucket] = owner_of(bucket).hold(bucket, writes=self._modifier is not None)
+                self._held[bucket] = owner_of(bucket).writes.hold(bucket, writes=self._modifier is not None)
                 bucket.read_whole = True
         except BaseException:
             self._let_go(restore=False, forget=True)
@@ -180,7 +185,7 @@ class GatheredParameters:
             if self._modifier is not None:  # all ranks store, or none does
                 refused = RuntimeError(f"{', '.join(lost[:5])} would be lost") if lost else error
                 for owner in {id(o): o for o in map(owner_of, self._slots)}.values():
-                    told = told or owner.failed_anywhere(refused)
+                    told = told or owner.writes.failed_anywhere(refused)
             if kind is None and not told and not lost and self._modifier is not None:
                 self._store(self._modifier)
             done = kind is None and not told and not lost
@@ -203,7 +208,7 @@ class GatheredParameters:
             _COPIES[bucket] = [others for others in _COPIES[bucket] if others is not copies]
         self._saved, self._inside = {}, False
         for bucket, held in self._held.items():
-            owner_of(bucket).let_go(bucket, held, forget=forget)
+            owner_of(bucket).writes.let_go(bucket, held, forget=forget)
         self._held.clear()
 
     def _lost(self) -> list[str]:
@@ -211,7 +216,7 @@ class GatheredParameters:
         # Nothing is lost where nothing was written since the beginning, or since an inner context stored it.
         found = []
         for bucket, slots in self._slots.items():
-            noted, before = owner_of(bucket).noted(bucket), self._versions[bucket]
+            noted, before = owner_of(bucket).writes.noted(bucket), self._versions[bucket]
             for slot, version in enumerate(bucket.parameters.versions()):
                 stored = self._modifier is not None and slot in slots
                 if version not in (noted[slot], before[slot]) and not stored:
@@ -225,7 +230,7 @@ class GatheredParameters:
             owner = owner_of(bucket)
             by_owner.setdefault(id(owner), (owner, {}))[1][bucket] = slots
         for owner, changed in by_owner.values():
-            owner.publish(changed, modifier, self._seen)
+            owner.writes.publish(changed, modifier, self._seen)
         for bucket, slots in self._slots.items():
             for copies in _COPIES.get(bucket, ()):
                 for slot in copies.keys() & set(slots):

@@ -13,7 +13,7 @@ the parameters' version counters, which the runtime itself touches in updates on
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -23,11 +23,18 @@ from zoo.shard.buckets import Bucket
 from zoo.shard.offload.tiers import Tier
 from zoo.shard.roles import ORIGINAL, PARAMETER, RoleBuffer
 
+if TYPE_CHECKING:
+    from zoo.shard.runtime.hooks import Runtime
+
 
 class Writes:
-    """What was written since the last look, and since the latest update."""
+    """What was written to a model since the last look, and since the latest update.
 
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
+    To ``GatheredParameters`` it is what holds the model's buckets (:class:`~zoo.shard.values.gathered.Holder`).
+    """
+
+    def __init__(self, buckets: Iterable[Bucket], runtime: Runtime) -> None:
+        self._runtime = runtime
         self._noted = {bucket: bucket.parameters.versions() for bucket in buckets}
         self._whole: set[tuple[Bucket, int]] = set()
         self._given: dict[tuple[Bucket, int], torch.Tensor] = {}
@@ -44,20 +51,17 @@ class Writes:
         """What was written to ``bucket`` until now is known."""
         self._noted[bucket] = bucket.parameters.versions()
 
-    def updated(self, buckets: Iterable[Bucket], held: dict[Bucket, list[int]]) -> None:
+    def updated(self, buckets: Iterable[Bucket]) -> None:
         """The parameters of these buckets have been updated, in place as far as autograd is concerned.
 
         A graph that has saved one of them is refused by torch then, as after a step of any optimizer.
-
-        Args:
-            held: other notes of versions, which are to know of it too.
         """
         self._whole.clear()
         self._given.clear()
         for bucket in buckets:
             if not bucket.partitioned:  # there is no memory of those that a graph could have saved
                 increment_version(bucket.spec.parameters)
-                for notes in (self._noted, held):
+                for notes in (self._noted, self._runtime.held):
                     if bucket in notes:
                         notes[bucket] = [version + 1 for version in notes[bucket]]
 
@@ -81,6 +85,53 @@ class Writes:
             if not bucket.partitioned:
                 self._noted[bucket][slot] = versions[slot]
                 self.wrote(bucket, slot)
+
+    # New values ------------------------------------------------------------------------------------------------------
+
+    def change(self, bucket: Bucket, slot: int, value: torch.Tensor, *, keep_equal: bool = False) -> None:
+        """Give one parameter a whole new value of its own shape; every rank gives the same.
+
+        ``keep_equal``: masters that round to the value stay.
+        """
+        bucket.check_writable()
+        self._runtime.updated()  # torch would go back through the memory that the parameter had before
+        write_values({bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=keep_equal)
+        self.wrote(bucket, slot, value)
+
+    def hold(self, bucket: Bucket, *, writes: bool) -> tuple[bool, bool]:
+        """See :class:`~zoo.shard.values.gathered.Holder`; what is held is exact in any case."""
+        if writes:
+            bucket.check_writable()
+        return self._runtime.hold(bucket)
+
+    def let_go(self, bucket: Bucket, held: tuple[bool, bool], *, forget: bool) -> None:
+        """See :class:`~zoo.shard.values.gathered.Holder`."""
+        self._runtime.let_go(bucket, held, forget=forget)
+        if bucket.partitioned:  # of the others what was written elsewhere is still to be taken over
+            self.note(bucket)
+
+    def failed_anywhere(self, error: BaseException | None) -> str:
+        """See :class:`~zoo.shard.values.gathered.Holder`."""
+        recovery = self._runtime.recovery
+        return recovery.agree_on(error, next(iter(self._noted)).device) if recovery is not None else ""
+
+    def noted(self, bucket: Bucket) -> list[int]:
+        """See :class:`~zoo.shard.values.gathered.Holder`."""
+        return self._runtime.held[bucket]
+
+    def publish(
+        self, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
+    ) -> None:  # fmt: skip
+        """See :class:`~zoo.shard.values.gathered.Holder`."""
+        changes, wrote = take_from(rank, slots, seen)
+        if wrote:
+            self._runtime.contexts.refuse_older()  # as torch does on the rank that wrote
+        for bucket, chosen in slots.items():
+            self._runtime.note(bucket)
+            self.published(bucket, chosen)
+        write_values(changes, keep_equal=True)
+
+    # Between ranks, and before a step --------------------------------------------------------------------------------
 
     def settle(self, comm: Communicator) -> bool:
         """Where ranks have not noticed the same writes: whether all of them have the same values nevertheless, as after

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from zoo.shard.offload.tiers import Tier
 from zoo.shard.runtime.planning import Plan
 
 if TYPE_CHECKING:
+    from zoo.shard.sharded import ShardedModel
     from zoo.zero.update.updater import Updater
 
 
@@ -158,3 +159,44 @@ def nvme_traffic(buckets: Sequence[Bucket], updater: Updater, gathered: Gathered
         if bucket.gradients_on_nvme:
             written += bucket.num_gradient_bytes // bucket.num_chunks
     return read + gathered(lambda b: b.shard_bytes() if b.parameters_on_nvme else 0), written
+
+
+def forecast_step(
+    sharded: ShardedModel, updater: Updater, plan: Plan, *, clips: bool, num_alike: int
+) -> Forecast:  # fmt: skip
+    """See :meth:`zoo.zero.ZeroOptimizer.forecast`.
+
+    Args:
+        clips: the step measures the norm. num_alike: numbers that ranks compare where they exchange it.
+    """
+    states = updater.expected.num_bytes(updater.segments)
+    found = forecast(
+        sharded.buckets,
+        plan=plan,
+        reduce_dtype=sharded.precision.reduce,
+        optimizer_bytes=states,
+        clips=clips,
+        others=_hops_of_step(sharded, clips=clips, num_alike=num_alike) + updater.hops(),
+    )
+    tiers, buffers = tier_bytes(sharded.buckets, states), updater.buffer_bytes()
+    read, written = nvme_traffic(sharded.buckets, updater, lambda weigh: gathered_from_shards(plan, weigh))
+    pins = sharded.config.offload_param.pin_memory or sharded.config.offload_optimizer.pin_memory
+    return replace(
+        found, tiers=tiers, buffers_bytes=buffers, pinned_bytes=(buffers + tiers["host"]) * pins,
+        nvme_files_bytes=sharded.scratch.nvme_bytes() if sharded.scratch is not None else 0,
+        nvme_read_bytes=read, nvme_written_bytes=written,
+    )  # fmt: skip
+
+
+def _hops_of_step(sharded: ShardedModel, *, clips: bool, num_alike: int) -> list[Hop]:
+    """What a step sends beside gradients and parameters: buffers of the model, numbers between its layers, and the
+    options of the groups, which go with the norm where the same ranks exchange it."""
+    comm = sharded.comm
+    found = sharded.module_buffers.hops() if sharded.module_buffers is not None else []
+    if sharded.layers is not None:
+        found += [Hop("all_reduce", sharded.layers, 4)] * (2 if sharded.tied_anywhere else 1)
+        return found + [Hop("all_gather", sharded.layers, 8 * sharded.layers.size)] * clips
+    axes = {b.routes.axes for b in sharded.trainable if b.placements.states.is_split and b.shard_group.size > 1}
+    if clips and any(tuple(a.shard.ranks) == tuple(comm.ranks) for a in axes):
+        found.append(Hop("all_gather", comm, 8 * num_alike * comm.size))
+    return found

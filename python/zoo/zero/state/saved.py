@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 import zoo.zero.state.logical as state_io
-from zoo.comm import Communicator
-from zoo.shard.config import ZeroConfig
+from zoo.zero.inspection import Inspection
 
 if TYPE_CHECKING:
-    from zoo.shard.buckets import Bucket
-    from zoo.shard.collectives.feedback import Feedback
-    from zoo.shard.runtime.hooks import Runtime
-    from zoo.shard.sharded import ShardedModel
     from zoo.zero.optimizer import ZeroOptimizer
-    from zoo.zero.update.clipping import LossScaler
-    from zoo.zero.update.in_backward import UpdateInBackward
+    from zoo.zero.state.offload_states import StatesAway
     from zoo.zero.update.segments import Segment
-    from zoo.zero.update.updater import Updater
 
 
 _log = logging.getLogger("zoo.zero")
 
 
-class SavedState:
-    """The part of :class:`~zoo.zero.ZeroOptimizer` that checkpoints are made of, and filled from."""
+class SavedState(Inspection):
+    """The part of :class:`~zoo.zero.ZeroOptimizer` that has to do with its state: saved, loaded, moved elsewhere."""
 
-    comm: Communicator
-    config: ZeroConfig
-    sharded: ShardedModel
-    inner: Any
-    _buckets: Sequence[Bucket]
-    _trainable: list[Bucket]
-    _feedback: list[Feedback]
-    _scaler: LossScaler | None
-    _in_backward: UpdateInBackward | None
-    _runtime: Runtime
-    _updater: Updater
+    _away: StatesAway | None = None
 
     @property
     def _whole(self) -> ZeroOptimizer:
@@ -73,7 +56,7 @@ class SavedState:
 
     def _gone(self) -> frozenset[str]:
         self.sharded.members.check()
-        return state_io.gone_of(self._buckets)
+        return state_io.gone_of(self.buckets)
 
     def state_scalars(self) -> dict[str, float]:
         """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
@@ -82,15 +65,15 @@ class SavedState:
 
     def held_scalars(self) -> dict[str, float]:
         """The same, of what the model does not have any more too: as :meth:`held_slices`."""
-        self._whole._check_open()
-        self._whole.read_outcome()
-        found = state_io.scalars_of(self._updater.segments)
+        self._check_open()
+        self.read_outcome()
+        found = state_io.scalars_of(self.updater.segments)
         if self._scaler is not None:
             found |= {f"zero/{key}": value for key, value in self._scaler.state().items()}
         if self._feedback:
             found["zero/feedback_ranks"] = float(self.comm.size)
             found |= state_io.feedback_scalars(self._trainable)
-            if self._updater.apart:
+            if self.updater.apart:
                 found["zero/apart"] = 1.0
         return found
 
@@ -121,13 +104,13 @@ class SavedState:
                 there is no such state (nothing but parameters exists before the first step).
             scalars: the union of :meth:`state_scalars` of all ranks that saved.
         """
-        self._whole._check_open()
-        self._whole.read_outcome()
+        self._check_open()
+        self.read_outcome()
         self.sharded.settle()
         if self._in_backward is not None:
             self._in_backward.step()  # whatever it made is overwritten
-        self._runtime.backward.check_running()
-        if self._in_backward is not None or self._runtime.backward.failed:
+        self.runtime.backward.check_running()
+        if self._in_backward is not None or self.runtime.backward.failed:
             self._whole.zero_grad()
         exact, apart = self.config.load_from_fp32_weights, bool(scalars.get("zero/apart"))
 
@@ -136,8 +119,8 @@ class SavedState:
             reader = reader if exact else state_io.rounded(reader, segment.bucket.spec.dtype)
             return state_io.fill_segment(segment, reader, scalars)
 
-        self._updater.load(fill, self._whole._options_of_update())
-        state_io.fill_frozen([b for b in self._buckets if not b.spec.trainable], read)
+        self.updater.load(fill, self._whole._options_of_update())
+        state_io.fill_frozen([b for b in self.buckets if not b.spec.trainable], read)
         self._whole._publish()
         mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
         saved_losses = int(mine.pop("feedback_ranks", 0))
@@ -180,12 +163,51 @@ class SavedState:
 
     def held_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
         """What this rank holds of the training state; with ``owned`` what no other rank's slices have."""
-        self._whole._check_open()
-        self._whole.read_outcome()
+        self._check_open()
+        self.read_outcome()
         self.sharded.members.check()
-        self._whole.take_writes()
-        self._updater.settle()
-        found = list(state_io.slices_of(self._updater.segments, self._buckets, owned=owned))
-        if owned and self._updater.apart:
-            found += state_io.apart_slices(self._updater.segments)
+        self.take_writes()
+        self.updater.settle()
+        found = list(state_io.slices_of(self.updater.segments, self.buckets, owned=owned))
+        if owned and self.updater.apart:
+            found += state_io.apart_slices(self.updater.segments)
         return found + [s for b in self._trainable for s in state_io.feedback_slices(b, owned=owned)]
+
+    # Elsewhere -----------------------------------------------------------------------------------------------------
+
+    def offload_states(
+        self, include: Iterable[str] | None = None, device: str = "cpu", pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> int:  # fmt: skip
+        """Move state from the device to host memory until :meth:`reload_states`; returns its bytes. Stages 1 to 3.
+
+        Called again it moves more, and returns the bytes of everything that is away.
+
+        Args:
+            include: of "optim_states", "hp_params" (fp32 masters), "lp_params" (shards of the parameters, stage 3) and
+                "lp_grads" (reduced gradients); None for all that the stage has.
+            device: "cpu"; where parameters are on the CPU anyway nothing has to move.
+            pin_memory, non_blocking: of the copies, on a GPU.
+
+        Raises:
+            ValueError: another stage or device, or a name that is none.
+        """
+        from zoo.zero.state.offload_states import StatesAway, states_named
+
+        stage = self.config.stage
+        names = states_named(include, stage)
+        if stage == 0 or device != "cpu":
+            raise ValueError(
+                f"offload_states(device={device!r}) at stage {stage}; it needs 'cpu', and stage 1, 2 or 3."
+            )
+        self._check_open()
+        self.read_outcome()
+        self._away = self._away or StatesAway(self._whole)
+        self._away.take(names, pin_memory=pin_memory and torch.cuda.is_available(), non_blocking=non_blocking)
+        return self._away.num_bytes()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what :meth:`offload_states` took away."""
+        if self._away is not None:
+            self._away.back(non_blocking=non_blocking)
+            self._away = None
