@@ -215,7 +215,7 @@ class ZeroOptimizer(SavedState):
             UpdateInBackward(self.updater, self._options_of_update, self._publish, self.take_writes)
             if self.config.update_in_backward else None
         )  # fmt: skip
-        self.runtime.reductions.follower = self._in_backward or UpdateInStep(self.updater, self._current_groups)
+        self.runtime.reductions.follower = self._in_backward or UpdateInStep(self.updater, self)
         self.runtime.backward.scale = self.loss_scale
         late = self._reads_late
         self._late = sharded.buckets[0].device.type == "cuda" if late is None else late
@@ -223,7 +223,7 @@ class ZeroOptimizer(SavedState):
             sharded.writes.watch()
         self.inner = self.updater.inner
         self.states = OptimizerStates(self)
-        self.seal(wrapped.groups, self.inner, self._look_at_states)
+        self.seal(wrapped.groups, self.inner, self.states.look)
         if wrapped.instance is not None:
             self.updater.follows = retire(wrapped.instance, self, self.inner)
         if sharded.switch is not None and self.comm.rank == 0 and self._feedback and not sharded.switch.own:
@@ -423,9 +423,6 @@ class ZeroOptimizer(SavedState):
         for feedback in self._feedback:
             feedback.commit() if used else feedback.roll_back()
 
-    def _current_groups(self) -> list[dict[str, Any]]:
-        return self.param_groups
-
     def _options_of_update(self) -> list[dict[str, Any]]:
         if self._away is not None:
             raise ValueError("an update while states are offloaded; call reload_states() first.")
@@ -461,12 +458,6 @@ class ZeroOptimizer(SavedState):
         """
         self.read_outcome()
         self.sharded.close()
-
-    def _look_at_states(self, parameter: Any) -> tuple[Sequence[str], Mapping[str, float]]:
-        """What ``self.state[parameter]`` shows; nothing is communicated, read or made."""
-        from zoo.zero.state.by_parameter import look
-
-        return look(self, parameter)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Neither copies nor pickles have the model's memory."""

@@ -11,7 +11,6 @@ ranks, without the loss scale; there is one from ``backward`` until ``step`` or 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -174,14 +173,7 @@ def _agreed_kept(place: _Place) -> dict[str, Any]:
     if place.everywhere or comm.size == 1:
         return mine
     owner = min(place.start // max(bucket.layout.size // comm.size, 1), comm.size - 1)
-    text = json.dumps(mine).encode()
-    length = torch.tensor([len(text)], device=bucket.device)
-    comm.broadcast(length, owner).wait()
-    data = torch.zeros(int(length), dtype=torch.uint8, device=bucket.device)
-    if comm.rank == owner:
-        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    comm.broadcast(data, owner).wait()
-    found: dict[str, Any] = json.loads(bytes(data.tolist()))
+    found: dict[str, Any] = comm.broadcast_object(mine, owner)
     return found
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from zoo.shard.agreement import described
 from zoo.shard.buckets import Bucket
 from zoo.shard.dtensors import is_dtensor, rows_of
 from zoo.shard.roles import PARAMETER
-from zoo.zero.state.logical import StateSlice, gone_of, runs_of
+from zoo.zero.state.logical import gone_of, runs_of
 from zoo.zero.update.probe import Keeps
 
 if TYPE_CHECKING:
@@ -107,20 +107,6 @@ def states_kept(optimizer: ZeroOptimizer, bucket: Bucket, slot: int, options: Ma
     if dtype is bucket.spec.dtype or MASTER in found.states:
         return found
     return Keeps({**found.states, MASTER: dtype}, found.scalar_bytes, found.numbers, found.others)
-
-
-def look(optimizer: ZeroOptimizer, parameter: Any) -> tuple[list[str], dict[str, float]]:
-    """The names of a parameter's states, and the numbers among them that this rank knows: 0 before the first step."""
-    bucket, slot, updater = parameter._zoo_bucket, parameter._zoo_slot, optimizer.updater
-    group = bucket.spec.groups[slot]
-    options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
-    kept, name = states_kept(optimizer, bucket, slot, options), bucket.spec.names[slot]
-    numbers = {} if optimizer.inner.state else dict.fromkeys(kept.numbers, 0.0)
-    for segment in updater.segments:
-        if segment.bucket is bucket and segment.group == group and any(s.name == name for s in segment.slices()):
-            numbers |= segment.numbers()
-            break
-    return sorted(kept.numbers | kept.states.keys() | kept.others.keys()), numbers
 
 
 @torch.no_grad()
@@ -282,54 +268,13 @@ def _entries(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> Iterator[tup
             yield bucket, slot, there, known[kind]
 
 
-def named_groups(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
-    """The groups, with names of the whole model in the place of those parameters that the model still has."""
-    optimizer.sharded.members.check()
-    names: list[list[str]] = [[] for _ in optimizer.param_groups]
-    for index, _, bucket, slot in members(optimizer):
-        name = bucket.logical(bucket.spec.names[slot])[0]
-        if name not in bucket.gone:
-            names[index].append(name)
-    return [{**group, "params": of} for group, of in zip(optimizer.param_groups, names, strict=True)]
-
-
 def states_by_name(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """``{"state": …, "param_groups": …}`` with names in the place of positions: what DCP writes. Collective."""
-    groups, states = named_groups(optimizer), states_by_position(optimizer)
+    groups, states = optimizer.named_groups(), states_by_position(optimizer)
     names = [bucket.logical(bucket.spec.names[slot])[0] for _, _, bucket, slot in members(optimizer)]
     gone = gone_of(optimizer.buckets)
     found = {names[position]: of for position, of in states.items() if names[position] not in gone}
     return {"state": found, "param_groups": groups}
-
-
-def begun_slices(optimizer: ZeroOptimizer, *, owned: bool) -> list[StateSlice]:
-    """See :meth:`zoo.zero.ZeroOptimizer.live_slices`."""
-    found = optimizer.held_slices(owned=owned)
-    there = {(s.name, s.role, s.start) for s in found}
-    for segment in optimizer.updater.segments:
-        if owned and not segment.bucket.owns(segment.chunk):
-            continue
-        options = {k: v for k, v in optimizer.param_groups[segment.group].items() if k != "params"}
-        for role, dtype in optimizer.updater.expected.with_options(segment, options).states.items():
-            if role == MASTER:
-                continue
-            for run in runs_of(segment.bucket, segment.slices()):
-                if (run.name, role, run.start) not in there:
-                    zeros = torch.zeros((), dtype=dtype).expand(run.length)
-                    found.append(StateSlice(run.name, role, run.start, run.length, run.shape, zeros, run.box))
-    gone = gone_of(optimizer.buckets)
-    return [item for item in found if item.name not in gone]
-
-
-def begun_scalars(optimizer: ZeroOptimizer) -> dict[str, float]:
-    """See :meth:`zoo.zero.ZeroOptimizer.live_scalars`."""
-    found: dict[str, float] = {}
-    for segment in optimizer.updater.segments:
-        options = {k: v for k, v in optimizer.param_groups[segment.group].items() if k != "params"}
-        for role in optimizer.updater.expected.with_options(segment, options).numbers:
-            runs = runs_of(segment.bucket, segment.slices())
-            found |= {f"{role}/{run.name}": 0.0 for run in runs if run.name not in segment.bucket.gone}
-    return found | optimizer.state_scalars()
 
 
 def check_given(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
@@ -376,12 +321,7 @@ def _check(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> str:
         told.append(_check_entry(optimizer, bucket, slot, entry, kept))
         if (kept.states.keys() | kept.numbers) - {MASTER}:
             (full if entry.keys() - {MASTER} else empty).append(bucket.called(slot))
-    if empty and full:
-        raise ValueError(
-            f"the state_dict has states of {full[0]!r}, and none of {empty[0]!r}, which "
-            f"{type(optimizer.inner).__name__} keeps too. Nothing was loaded. Load a state_dict as it was "
-            "saved; with torch's optimizers a parameter without a gradient has no states, here its gradient is zero."
-        )
+    check_all_or_none(optimizer, full, empty)
     return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
 
@@ -404,20 +344,34 @@ def check_options(optimizer: ZeroOptimizer, groups: list[dict[str, Any]]) -> Non
             )
 
 
-def _check_entry(
-    optimizer: ZeroOptimizer, bucket: Bucket, slot: int, entry: Mapping[str, Any], kept: Keeps
-) -> list[Any]:  # fmt: skip
-    name, who = bucket.called(slot), type(optimizer.inner).__name__
-    wanted = kept.states.keys() | kept.numbers
-    foreign = entry.keys() - wanted - {MASTER}
-    lacking = wanted - entry.keys() - {MASTER} if entry.keys() - {MASTER} else set()
+def check_kept(optimizer: ZeroOptimizer, name: str, found: Set[str], wanted: Set[str]) -> None:
+    """Raise ValueError unless all states that are kept of a parameter were found and no other ones, or none at all."""
+    foreign, lacking = found - wanted, wanted - found if found else set()
     if foreign or lacking:
-        which = ", ".join(map(repr, sorted(foreign or lacking)))
+        which, who = ", ".join(map(repr, sorted(foreign or lacking))), type(optimizer.inner).__name__
         raise ValueError(
             f"the state_dict {'has' if foreign else 'lacks'} {which} of {name!r}, which {who} "
             f"{'does not keep' if foreign else 'keeps'} with the options of the state_dict"
-            f"{': it is of another optimizer' if foreign else ''}. Nothing was loaded."
+            f"{': it is of another optimizer' if foreign else ''}. Nothing was loaded. Load a state_dict as it was "
+            "saved."
         )
+
+
+def check_all_or_none(optimizer: ZeroOptimizer, full: Sequence[str], empty: Sequence[str]) -> None:
+    """Raise ValueError where the states of some parameters were found, and none of others."""
+    if empty and full:
+        raise ValueError(
+            f"the state_dict has states of {full[0]!r}, and none of {empty[0]!r}, which "
+            f"{type(optimizer.inner).__name__} keeps too. Nothing was loaded. Load a state_dict as it was "
+            "saved; with torch's optimizers a parameter without a gradient has no states, here its gradient is zero."
+        )
+
+
+def _check_entry(
+    optimizer: ZeroOptimizer, bucket: Bucket, slot: int, entry: Mapping[str, Any], kept: Keeps
+) -> list[Any]:  # fmt: skip
+    name = bucket.called(slot)
+    check_kept(optimizer, name, entry.keys() - {MASTER}, (kept.states.keys() | kept.numbers) - {MASTER})
     shape, told = bucket.layout.tensors[slot].shape, []
     for role, value in sorted(entry.items()):
         whole = role in kept.states or role == MASTER

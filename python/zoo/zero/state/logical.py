@@ -205,21 +205,23 @@ def _firsts(bucket: Bucket) -> list[Run]:
     return list({run.name: run for run in runs_of(bucket, bucket.layout.slices()) if run.length}.values())
 
 
-def _has(run: Run, role: str, read: Reader) -> bool:
+def _look(read: Reader, name: str, role: str, start: Any, length: int) -> torch.Tensor | None:
+    """What ``read`` has there; None where there is no such state."""
     try:
-        read(run.name, role, run.start, 1)
+        return read(name, role, start, length)
     except KeyError:
-        return False
-    return True
+        return None
+
+
+def _has(run: Run, role: str, read: Reader) -> bool:
+    return _look(read, run.name, role, run.start, 1) is not None
 
 
 def _add(out: torch.Tensor, run: Run, role: str, read: Reader, factor: float) -> None:
     """Add what ``read`` has of a run, times ``factor``."""
-    try:
-        value = read(run.name, role, run.where, run.length)
-    except KeyError:  # other parameters may have been on more ranks
-        return
-    out[run.offset : run.offset + run.length].add_(value.to(out.device, out.dtype), alpha=factor)
+    value = _look(read, run.name, role, run.where, run.length)
+    if value is not None:  # other parameters may have been on more ranks
+        out[run.offset : run.offset + run.length].add_(value.to(out.device, out.dtype), alpha=factor)
 
 
 def _cut(
@@ -337,21 +339,15 @@ def fill_segment(segment: Segment, read: Reader, scalars: Mapping[str, float]) -
     for role, tensor in segment.states().items():
         tensor.zero_()  # padding
         for piece in pieces:
-            try:
-                value = read(piece.name, role, piece.where, piece.length)
-            except KeyError:
-                found.add(False)
-                continue
-            found.add(True)
-            tensor[piece.offset : piece.offset + piece.length].copy_(value)
+            value = _look(read, piece.name, role, piece.where, piece.length)
+            found.add(value is not None)
+            if value is not None:
+                tensor[piece.offset : piece.offset + piece.length].copy_(value)
     for role, other in segment.of_any_shape().items():
-        try:
-            value = read(f"{pieces[0].name}{OF}{role}", role, 0, other.numel())
-        except KeyError:
-            found.add(False)
-            continue
-        found.add(True)
-        other.view(-1).copy_(value)
+        value = _look(read, f"{pieces[0].name}{OF}{role}", role, 0, other.numel())
+        found.add(value is not None)
+        if value is not None:
+            other.view(-1).copy_(value)
     for role in segment.numbers():
         numbers = {scalars.get(f"{role}/{piece.name}") for piece in pieces}
         found |= {v is not None for v in numbers}

@@ -103,6 +103,22 @@ class OptimizerStates:
         found: Collection[str] = getattr(self.optimizer.inner, "follows", ())
         return found
 
+    def look(self, parameter: Any) -> tuple[list[str], dict[str, float]]:
+        """The names of a parameter's states, and the numbers among them that this rank knows: 0 before the first step.
+        Nothing is communicated, read or made."""
+        from zoo.zero.state.by_parameter import states_kept
+
+        optimizer, bucket, slot = self.optimizer, parameter._zoo_bucket, parameter._zoo_slot
+        group, name = bucket.spec.groups[slot], bucket.spec.names[slot]
+        options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
+        kept = states_kept(optimizer, bucket, slot, options)
+        numbers = {} if optimizer.inner.state else dict.fromkeys(kept.numbers, 0.0)
+        for segment in optimizer.updater.segments:
+            if segment.bucket is bucket and segment.group == group and any(s.name == name for s in segment.slices()):
+                numbers |= segment.numbers()
+                break
+        return sorted(kept.numbers | kept.states.keys() | kept.others.keys()), numbers
+
     def check_writable(self) -> None:
         """Raise RuntimeError where each rank has parameters of its own now."""
         self.optimizer.updater.check_writable()

@@ -20,7 +20,9 @@ from zoo.shard.call_stack import called_by
 from zoo.zero.state.by_parameter import (
     Given,
     RankState,
+    check_all_or_none,
     check_given,
+    check_kept,
     check_options,
     is_by_parameter,
     states_by_name,
@@ -316,29 +318,17 @@ def _check_states(
         wanted = keeps_of[kind].names
         for key, name in _keys_of(segment, starts):
             found = roles_of.get(key, set()) | roles_of.get(name, set()) | others.get(name, {}).keys()
-            if found - wanted:
-                raise ValueError(
-                    f"the state_dict has {_listed(found - wanted)} of {name!r}, which {_name(optimizer)} does not keep "
-                    "with the options of the state_dict: it is of another optimizer. Nothing was loaded."
-                )
-            if found and wanted - found:
-                raise ValueError(
-                    f"the state_dict lacks {_listed(wanted - found)} of {name!r}, which {_name(optimizer)} keeps with "
-                    "the options of the state_dict. Nothing was loaded. Load a state_dict as it was saved."
-                )
+            check_kept(optimizer, name, found, wanted)
             for role, length in others.get(name, {}).items():
                 if length != keeps_of[kind].others.get(role):
+                    who = type(optimizer.inner).__name__
                     raise ValueError(
-                        f"the state_dict has {length} elements of {role!r} of {name!r}, and {_name(optimizer)} keeps "
+                        f"the state_dict has {length} elements of {role!r} of {name!r}, and {who} keeps "
                         f"{keeps_of[kind].others.get(role)}. Nothing was loaded. Load a state_dict of the same model."
                     )
             if wanted:
                 (full if found else empty).append(name)
-    if empty and full:
-        raise ValueError(
-            f"the state_dict has states of {full[0]!r}, and none of {empty[0]!r}, which {_name(optimizer)} keeps too. "
-            "Nothing was loaded. Load a state_dict as it was saved."
-        )
+    check_all_or_none(optimizer, full, empty)
 
 
 def _roles_of(lengths: Mapping[str, int], scalars: Mapping[str, Any]) -> dict[str, set[str]]:
@@ -357,14 +347,6 @@ def _roles_of(lengths: Mapping[str, int], scalars: Mapping[str, Any]) -> dict[st
 def _keys_of(segment: Segment, starts: Mapping[str, list[int]]) -> list[tuple[str, str]]:
     runs = (row for run in runs_of(segment.bucket, segment.slices()) for row in run.rows())
     return [(f"{p.name}|{_run_of(starts, p.name, p.start)}", p.name) for p in runs]
-
-
-def _name(optimizer: ZeroOptimizer) -> str:
-    return type(optimizer.inner).__name__
-
-
-def _listed(roles: Iterable[str]) -> str:
-    return ", ".join(repr(role) for role in sorted(roles)) or "nothing"
 
 
 def _wanted(optimizer: ZeroOptimizer) -> dict[str, int]:

@@ -14,6 +14,7 @@ from zoo.zero.inspection import Inspection
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
     from zoo.zero.state.offload_states import StatesAway
+    from zoo.zero.update.probe import Keeps
     from zoo.zero.update.segments import Segment
 
 
@@ -79,21 +80,43 @@ class SavedState(Inspection):
 
     def live_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
         """As :meth:`held_slices`, with zeros for the states that there will be after the first step."""
-        from zoo.zero.state.by_parameter import begun_slices
-
-        return begun_slices(self._whole, owned=owned)
+        found = self.held_slices(owned=owned)
+        there = {(s.name, s.role, s.start) for s in found}
+        for segment in self.updater.segments:
+            if owned and not segment.bucket.owns(segment.chunk):
+                continue
+            for role, dtype in self._will_keep(segment).states.items():
+                for run in state_io.runs_of(segment.bucket, segment.slices()) if role != "master" else ():
+                    if (run.name, role, run.start) not in there:
+                        zeros = torch.zeros((), dtype=dtype).expand(run.length)
+                        found.append(
+                            state_io.StateSlice(run.name, role, run.start, run.length, run.shape, zeros, run.box)
+                        )
+        gone = state_io.gone_of(self.buckets)
+        return [item for item in found if item.name not in gone]
 
     def live_scalars(self) -> dict[str, float]:
         """As :meth:`state_scalars`, with 0 for the numbers that there will be after the first step."""
-        from zoo.zero.state.by_parameter import begun_scalars
+        found: dict[str, float] = {}
+        for segment in self.updater.segments:
+            for role in self._will_keep(segment).numbers:
+                runs = state_io.runs_of(segment.bucket, segment.slices())
+                found |= {f"{role}/{run.name}": 0.0 for run in runs if run.name not in segment.bucket.gone}
+        return found | self.state_scalars()
 
-        return begun_scalars(self._whole)
+    def _will_keep(self, segment: Segment) -> Keeps:
+        options = {k: v for k, v in self.param_groups[segment.group].items() if k != "params"}
+        return self.updater.expected.with_options(segment, options)
 
     def named_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, with names of the whole model in the place of parameters."""
-        from zoo.zero.state.by_parameter import named_groups
-
-        return named_groups(self._whole)
+        """The groups, with names of the whole model in the place of those parameters that the model still has."""
+        self.sharded.members.check()
+        found = []
+        for group in self.param_groups:
+            places = [(p._zoo_bucket, p._zoo_bucket.spec.names[p._zoo_slot]) for p in group["params"]]
+            names = [(bucket.logical(key)[0], bucket) for bucket, key in places]
+            found.append({**group, "params": [name for name, bucket in names if name not in bucket.gone]})
+        return found
 
     @torch.no_grad()
     def load_state(self, read: state_io.Reader, scalars: Mapping[str, float]) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from numbers import Real
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +39,7 @@ REFUSED = "losses without a graph"
 """How many backward() has refused: the ranks that had others have the gradients of these alone."""
 ADDED = (REFUSED, CHANGES, WRITES, SCALE, CLIPPED, NORM)
 _OF_PARAMETERS = ("params", "param_names")
+_NUMBERS = frozenset({bool, int, float, str})
 
 
 class Alike:
@@ -53,6 +56,7 @@ class Alike:
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._options = sorted({key for group in groups for key in group if key not in _OF_PARAMETERS})
         self._known: dict[str, tuple[tuple[Any, ...], float]] = {}
+        self._latest: dict[str, tuple[list[Any], float, bool]] = {}
         self._names: list[str] = []
         self._shown: set[str] = set()
         self._groups: Sequence[Mapping[str, Any]] = groups
@@ -67,21 +71,33 @@ class Alike:
     ) -> torch.Tensor:
         """(A,) fp64 on ``device``: the options of ``groups`` now, and ``more`` numbers by name."""
         self._names, self._shown, self._groups = [*self._options, *more], set(more) - {WRITES}, groups
-        numbers = [self._number(key, [_plain(group.get(key)) for group in groups]) for key in self._options]
+        given = [[group.get(key) for group in groups] for key in self._options]
+        numbers = list(map(self._number, self._options, given))
         numbers += [0.0 if isinstance(value, torch.Tensor) else value for value in more.values()]
         row = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
         row = row.to(device, non_blocking=True)
-        for place, key in enumerate(self._options):
-            values = [group.get(key) for group in groups]
-            if any(map(_on_device, values)):
+        for place, values in enumerate(given):
+            if any(map(isinstance, values, repeat(torch.Tensor))) and any(map(_on_device, values)):
                 row[place] = _together(values, device)
         for place, value in enumerate(more.values(), len(self._options)):
             if isinstance(value, torch.Tensor):
                 row[place] = value
         return row
 
-    def _number(self, key: str, values: list[Any]) -> float:
-        """What stands for the values of an option, in fp64."""
+    def _number(self, key: str, given: list[Any]) -> float:
+        """What stands for the values of an option, in fp64. Of those that were the same objects before nothing is
+        looked at again, if they cannot have changed."""
+        latest = self._latest.get(key)
+        if latest is not None and len(latest[0]) == len(given) and all(map(is_, latest[0], given)):
+            if latest[2]:
+                self._shown.add(key)
+            return latest[1]
+        number = self._of_values(key, [_plain(value) for value in given])
+        if all(map(_is_constant, given)):
+            self._latest[key] = given, number, key in self._shown
+        return number
+
+    def _of_values(self, key: str, values: list[Any]) -> float:
         one = values[0] if len(values) == 1 else None
         if isinstance(one, float) and math.isfinite(one):
             self._shown.add(key)
@@ -208,6 +224,11 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _on_device(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type not in ("cpu", "meta")
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether an object is what it was as long as it is the same."""
+    return value is None or type(value) in _NUMBERS or (type(value) is tuple and _NUMBERS.issuperset(map(type, value)))
 
 
 def _plain(value: Any) -> Any:

@@ -30,17 +30,17 @@ PATIENCE = 1
 class UpdateInStep:
     """The update comes with ``step()``; only the buffers of the one before have to be free when gradients need them."""
 
-    def __init__(self, updater: Updater, options: Callable[[], Sequence[dict[str, Any]]]) -> None:
+    def __init__(self, updater: Updater, optimizer: torch.optim.Optimizer) -> None:
         # A model keeps who follows its reductions, and must not keep its optimizer by that.
-        self._updater, self._options = updater, weakref.WeakMethod(options)
+        self._updater, self._optimizer = updater, weakref.ref(optimizer)
 
     def begin(self) -> None:
         """A backward that reduces starts: what the latest update wrote is on its device now."""
         self._updater.settle()
-        options = self._options()
-        if options is not None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
             with contextlib.suppress(ValueError):  # which the step will say
-                self._updater.decide(options())
+                self._updater.decide(optimizer.param_groups)
 
     def reduced(self, bucket: Bucket) -> None:
         """Nothing happens yet."""
