@@ -69,7 +69,7 @@ test-python: setup
 	@$(BIN)/python -m pytest -q -n auto -m "not slow and not campaign" $(ARGS)
 
 # Tests of bits once more, with torch and the kernels held to AVX2: what a machine with AVX-512 would not notice.
-BITS := tests/laws tests/golden tests/compression tests/optim tests/examples tests/zero/update/test_clipping.py tests/zero/synced/test_onebit.py
+BITS := tests/laws tests/golden tests/compression tests/optim tests/examples tests/zero/update/test_clipping.py tests/zero/update/test_onebit.py
 test-avx2: export ATEN_CPU_CAPABILITY = avx2
 test-avx2: export ZOO_KERNELS_ISA = avx2
 test-avx2: setup

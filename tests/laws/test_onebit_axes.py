@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.optim import papers
 from tests.profiles import examples
-from tests.zero.synced.test_onebit import chunks_of, synchronised
+from tests.zero.update.test_onebit import chunks_of, synchronised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -36,10 +36,9 @@ from zoo.shard.offload.stores import open_stores
 from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.families import check_ranks, make_families, ranks_of
 from zoo.shard.placement.placements import offload, place
-from zoo.shard.placement.plan import plan_model
+from zoo.shard.placement.plan import check_rows, plan_model
 from zoo.shard.placement.precision import Precision, resolve_precision, rounds
 from zoo.shard.placement.precision import cast_inputs as casting
-from zoo.shard.placement.tables import check_rows
 from zoo.shard.placement.units import UnitChoice, UnitSpec, check_parameters
 from zoo.shard.quantised_parameters import meaning
 from zoo.shard.runtime.executor import Executor

@@ -34,11 +34,11 @@ from .names import Window as Window
 from .names import ZeroConfig as ZeroConfig
 from .names import register_external_parameter as register_external_parameter
 from .names import unregister_external_parameter as unregister_external_parameter
+from .optimizer import Stage0Optimizer as Stage0Optimizer
+from .optimizer import Stage1Optimizer as Stage1Optimizer
+from .optimizer import Stage2Optimizer as Stage2Optimizer
+from .optimizer import Stage3Optimizer as Stage3Optimizer
 from .optimizer import ZeroOptimizer as ZeroOptimizer
-from .stages import Stage0Optimizer as Stage0Optimizer
-from .stages import Stage1Optimizer as Stage1Optimizer
-from .stages import Stage2Optimizer as Stage2Optimizer
-from .stages import Stage3Optimizer as Stage3Optimizer
 from .state.access import get_full_fp32_params as get_full_fp32_params
 from .state.access import get_full_grads as get_full_grads
 from .state.access import get_full_optimizer_states as get_full_optimizer_states

@@ -173,7 +173,7 @@ class ZeroOptimizer(SavedState):
             group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
             switch = None
             if getattr(wrapped.make, "synchronises", False):
-                from zoo.zero.synced.collectives import switch_for
+                from zoo.zero.update.synced import switch_for
 
                 switch = switch_for(wrapped.make, wrapped.groups, wrapped.options)
         self.sharded = ShardedModel(
@@ -227,7 +227,7 @@ class ZeroOptimizer(SavedState):
         if wrapped.instance is not None:
             self.updater.follows = retire(wrapped.instance, self, self.inner)
         if sharded.switch is not None and self.comm.rank == 0 and self._feedback and not sharded.switch.own:
-            from zoo.zero.synced.collectives import tell_ratio
+            from zoo.zero.update.synced import tell_ratio
 
             sent = sum(self.forecast().wire_bytes.values())
             tell_ratio(self._trainable, wrapped.make.__name__, sent, sharded.precision.reduce)
@@ -462,3 +462,27 @@ class ZeroOptimizer(SavedState):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Neither copies nor pickles have the model's memory."""
         refuse_copy(self)
+
+
+class Stage0Optimizer(ZeroOptimizer):
+    """Plain data parallelism: nothing is split, gradients are all-reduced. See :class:`ZeroOptimizer`."""
+
+    _stage = 0
+
+
+class Stage1Optimizer(ZeroOptimizer):
+    """Optimizer states are split over the ranks (P_os). See :class:`ZeroOptimizer`."""
+
+    _stage = 1
+
+
+class Stage2Optimizer(ZeroOptimizer):
+    """Optimizer states and gradients are split over the ranks (P_os+g). See :class:`ZeroOptimizer`."""
+
+    _stage = 2
+
+
+class Stage3Optimizer(ZeroOptimizer):
+    """Optimizer states, gradients and parameters are split over the ranks (P_os+g+p). See :class:`ZeroOptimizer`."""
+
+    _stage = 3

@@ -134,7 +134,7 @@ def cannot_train(wrapped: Wrapped, tried: Tried, sharded: ShardedModel, *, scale
     found: Exception | None = _cannot_scale(make, sharded) if scaled else None
     found = found or cannot_be_whole(make, buckets)
     if found is None and sharded.switch is not None:
-        from zoo.zero.synced.collectives import cannot_be_sent
+        from zoo.zero.update.synced import cannot_be_sent
 
         found = cannot_be_sent(buckets, make)
     if found is None and tried.why_whole is not None:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from zoo.config import Config, Section
 from zoo.config.fates import Fate, refused, translated, unnecessary
-from zoo.shard.placement.tables import refuses_rows
+from zoo.shard.placement.plan import refuses_rows
 
 
 class ZeroRoot(Section):

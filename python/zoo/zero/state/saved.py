@@ -13,7 +13,7 @@ from zoo.zero.inspection import Inspection
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
-    from zoo.zero.state.offload_states import StatesAway
+    from zoo.zero.state.optimizer_states import StatesAway
     from zoo.zero.update.probe import Keeps
     from zoo.zero.update.segments import Segment
 
@@ -215,7 +215,7 @@ class SavedState(Inspection):
         Raises:
             ValueError: another stage or device, or a name that is none.
         """
-        from zoo.zero.state.offload_states import StatesAway, states_named
+        from zoo.zero.state.optimizer_states import StatesAway, states_named
 
         stage = self.config.stage
         names = states_named(include, stage)

@@ -184,8 +184,7 @@ def try_out(wrapped: Wrapped) -> Tried:
     name = getattr(make, "__name__", str(make))
     if _is_plain(wrapped.instance or made):
         return Tried(found, _looks_further(build, name))
-    from zoo.zero.update.references import found_in, held_by
-    from zoo.zero.update.trial import Trial
+    from zoo.zero.update.trial import Trial, found_in, held_by
 
     where = found_in(wrapped.instance or made, (p for g in groups for p in g["params"]), held_by(made))
     if where is not None:

@@ -21,9 +21,9 @@ from zoo.zero.update.tensor_collectives import BucketParts
 if TYPE_CHECKING:
     from zoo.shard.collectives.compressed import Switch
     from zoo.shard.offload.scratch import Scratch
-    from zoo.zero.synced.driver import Meetings
     from zoo.zero.update.instances import Follows
     from zoo.zero.update.stream import StateStream
+    from zoo.zero.update.synced import Meetings
 
 DEPTH_IN_BACKWARD = 3
 """Pieces that are read ahead, and written behind, in backward: so much has the device to do between two units."""
@@ -94,7 +94,7 @@ class Updater:
                 segment.tensor.grad_dtype = None  # whatever it is given
         self._parts: BucketParts | None = BucketParts() if whole else None
         if switch is not None:
-            from zoo.zero.synced.collectives import peers_for
+            from zoo.zero.update.synced import peers_for
 
             self._parts, options = peers_for(buckets, optimizer, everyone, options, whole=whole)
         if self._parts is not None:
@@ -105,7 +105,7 @@ class Updater:
             segment.inner = self.inner
         self._meetings: Meetings | None = None
         if switch is not None:
-            from zoo.zero.synced.driver import Meetings
+            from zoo.zero.update.synced import Meetings
 
             self._meetings = Meetings(self.inner, switch, buckets, self.segments, everyone)
             self.decide([dict(group) for group in groups])
