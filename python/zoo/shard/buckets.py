@@ -46,6 +46,7 @@ class Bucket:
         placements: where its parameters, gradients and optimizer states live.
         routes: how its bytes travel.
         shard_group: the p ranks that split it.
+        num_chunks: p; the layout is cut into one chunk for each rank of the shard group at every stage.
         place: which chunk this rank keeps.
         layout: where each parameter lies in the flat buffer.
         roles: what this rank keeps of it, by role: "parameter", "original" and "gradient" where there is one.
@@ -85,6 +86,8 @@ class Bucket:
         self.roles: dict[str, RoleBuffer] = {}
         self.states: States | None = None
         self.layout = layout_of(spec, self.shard_group.size)
+        self.num_chunks = self.shard_group.size
+        self._own = self.layout.shard_range(self.place, self.shard_group.size)
         self._slots = {name: slot for slot, name in enumerate(spec.names)}
         self.device = spec.parameters[0].device
         device_type = self.device.type
@@ -161,11 +164,6 @@ class Bucket:
 
     # Chunks ----------------------------------------------------------------------------------------------------------
 
-    @property
-    def num_chunks(self) -> int:
-        """p: the layout is cut into one chunk for each rank of the shard group at every stage."""
-        return self.shard_group.size
-
     # Names: buckets know a parameter by the one that it had at construction, everybody else by the one of now.
 
     def renamed(self, names: Mapping[int, str], logical: Callable[[str], str], units: Mapping[str, str]) -> None:
@@ -215,7 +213,7 @@ class Bucket:
 
     def own_range(self) -> tuple[int, int]:
         """[start, stop) of this rank's chunk in the flat buffer."""
-        return self.layout.shard_range(self.place, self.shard_group.size)
+        return self._own
 
     def kept_range(self) -> tuple[int, int]:
         """[start, stop) of the values that this rank answers for, in the dtype in which they are kept."""

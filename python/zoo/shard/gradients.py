@@ -33,6 +33,11 @@ class Phase(enum.Enum):
     LAUNCHED = "launched"
 
 
+_IDLE, _ACCUMULATING, _LAUNCHED = Phase
+_GROWS = not CAN_REFUSE_STORAGE
+"""Nothing refuses to be written to."""
+
+
 class BucketGradients:
     """The buffers of a bucket's gradients on this rank.
 
@@ -57,10 +62,12 @@ class BucketGradients:
         self._views = bucket.views(self.flat)
         self._split = bucket.placements.gradients.is_split
         self.role = bucket.roles[GRADIENT] = bucket.new_gradient()
+        # What a reduction makes here: [start, stop).
+        self._range = (0, bucket.layout.size) if bucket.routes.reduces_whole else bucket.own_range()
         self._aside: torch.Tensor | None = None  # the sum of earlier backwards of the step, where it is not split
         self._squares: torch.Tensor | None = None  # of what has left the device
         self.reduced, self.num_changes = False, 0
-        self.phase = Phase.IDLE
+        self.phase = _IDLE
         self._cleared: set[int] = set()  # slots of which `grad` was set to None
         self._cleared_at = 0
         self._handle: Handle | None = None  # of the reduction that is under way
@@ -90,9 +97,9 @@ class BucketGradients:
 
     def open(self) -> None:
         """Make the flat gradient ready to be accumulated into; zero it if this starts a new sum."""
-        if self.phase is Phase.ACCUMULATING:
+        if self.phase is _ACCUMULATING:
             return
-        if self.phase is Phase.LAUNCHED:
+        if self.phase is _LAUNCHED:
             raise self._late()
         self.check_strays()
         if not self._here:
@@ -104,12 +111,12 @@ class BucketGradients:
                 self._attach()
         elif self.reduced:
             # A further backward before the step: what is reduced already is kept aside and added to afterwards.
-            low, high = self._reduced_range()
+            low, high = self._range
             self._aside = self._raw[low:high].clone()
         self._raw.zero_()
         if self._cleared:
             self._cleared.clear()
-        self.phase, self._unit = Phase.ACCUMULATING, self._next_unit
+        self.phase, self._unit = _ACCUMULATING, self._next_unit
         self._version = self.flat._version
 
     def arrive_with(self, factor: float) -> None:
@@ -119,7 +126,7 @@ class BucketGradients:
             RuntimeError: see :meth:`check_strays`.
         """
         self._check_rest()
-        if self._unit != factor and self.phase is Phase.ACCUMULATING:
+        if self._unit != factor and self.phase is _ACCUMULATING:
             self._raw.mul_(self._unit / factor)
             self._unit = factor
         self._next_unit, self._arriving = factor, True
@@ -129,26 +136,21 @@ class BucketGradients:
         self._arriving, self._touched = False, False
         if self._seen:  # somebody may have kept `p.grad`, a view of the flat gradient
             self._in_its_unit()
-        if self.phase is Phase.ACCUMULATING:
+        if self.phase is _ACCUMULATING:
             self._version, self._resting = self.flat._version, True
 
     def _check_rest(self) -> None:
         """Raise RuntimeError if something was added between backwards which nobody could multiply."""
-        if self._resting and self.phase is Phase.ACCUMULATING:
+        if self._resting and self.phase is _ACCUMULATING:
             self._resting = False
             if self.flat._version != self._version and not self._touched:
                 raise self._stray()
 
     def _in_its_unit(self) -> None:
         """Make the flat gradient what it stands for."""
-        if self._unit != 1.0 and self.phase is Phase.ACCUMULATING:
+        if self._unit != 1.0 and self.phase is _ACCUMULATING:
             self._raw.mul_(self._unit)
             self._unit = 1.0
-
-    def _reduced_range(self) -> tuple[int, int]:
-        """[start, stop) of what a reduction makes here."""
-        bucket = self.bucket
-        return (0, bucket.layout.size) if bucket.routes.reduces_whole else bucket.own_range()
 
     def add(self, slot: int, gradient: torch.Tensor) -> None:
         """What autograd does with the gradient of one parameter."""
@@ -164,11 +166,13 @@ class BucketGradients:
         """
         bucket = self.bucket
         self._check_rest()
-        self.open()
-        self._in_its_unit()
-        self.phase = Phase.LAUNCHED
+        if self.phase is not _ACCUMULATING:
+            self.open()
+        if self._unit != 1.0:
+            self._in_its_unit()
+        self.phase = _LAUNCHED
         self._version = self.flat._version
-        low, high = self._reduced_range()
+        low, high = self._range
         chunk = self._raw[low:high]
         sent = self._raw if reduce_dtype is None else self._raw.to(reduce_dtype)
         fresh = not self.reduced
@@ -220,15 +224,15 @@ class BucketGradients:
     def settle(self) -> None:
         """The backward that reduced this bucket is over."""
         self._check_late()
-        if self.phase is Phase.LAUNCHED:
-            self.phase = Phase.IDLE
-        if self._has_strays():
+        if self.phase is _LAUNCHED:
+            self.phase = _IDLE
+        if _GROWS and self._has_strays():
             self._forget_strays()
             raise self._late()
 
     def _has_strays(self) -> bool:
-        """Where nothing refuses to be written to: autograd has made a gradient beside the flat one, which is freed."""
-        if CAN_REFUSE_STORAGE or self._here or not self.bucket.num_bytes:
+        """Where ``_GROWS``: autograd has made a gradient beside the flat one, which is freed."""
+        if self._here or not self.bucket.num_bytes:
             return False
         return any(map(has_raw_grad, self.bucket.spec.parameters))
 
@@ -245,10 +249,11 @@ class BucketGradients:
 
     def drop(self) -> None:
         """Forget the gradient: the next backward starts a new sum."""
-        self.ground()  # it reads and writes the memory that is freed here
+        if self._handle is not None:
+            self.ground()  # it reads and writes the memory that is freed here
         if self.bucket.routes.feedback is not None:
             self.bucket.routes.feedback.roll_back()
-        self.reduced, self.num_changes, self.phase = False, 0, Phase.IDLE
+        self.reduced, self.num_changes, self.phase = False, 0, _IDLE
         self._arriving = self._resting = self._seen = False
         if self._cleared:
             self._cleared.clear()
@@ -278,7 +283,7 @@ class BucketGradients:
 
     def _check_late(self) -> None:
         """Raise if a gradient arrived after the reduction had begun: it would be lost."""
-        if self.phase is Phase.LAUNCHED and self.flat._version != self._version:
+        if self.phase is _LAUNCHED and self.flat._version != self._version:
             raise self._late()
 
     def check_strays(self) -> None:
@@ -286,7 +291,7 @@ class BucketGradients:
 
         A backward that leads to no output of a unit is not seen by any hook of ours.
         """
-        if self.phase is Phase.IDLE and (self.flat._version != self._version or self._has_strays()):
+        if self.phase is _IDLE and (self.flat._version != self._version or (_GROWS and self._has_strays())):
             self._version = self.flat._version
             self._forget_strays()
             raise self._stray()
@@ -313,12 +318,13 @@ class BucketGradients:
     def _new_mean(self) -> torch.Tensor:
         """(n,) memory for it."""
         role = self.role
-        if role.tier is Tier.NVME and role.device.type == "cpu":
+        if role.leaves_device and role.tier is Tier.NVME and role.device.type == "cpu":
             return role.buffer(role.numel, self.dtype)
         return self.bucket.memory.empty(role.numel, self.dtype, role.device)
 
     def _keep(self, mean: torch.Tensor) -> None:
-        self._note_squares(mean)
+        if self.role.leaves_device:
+            self._note_squares(mean)
         self.role.put(mean)
 
     def _note_squares(self, mean: torch.Tensor) -> None:
@@ -360,7 +366,7 @@ class BucketGradients:
 
     def visible(self, slot: int) -> torch.Tensor | None:
         """What ``parameter.grad`` shows: this rank's gradient before the reduction, the mean after it at stage 0."""
-        if self.phase is Phase.ACCUMULATING:
+        if self.phase is _ACCUMULATING:
             # After a reduction the view is only what came since: the sum is nowhere.
             if self.reduced:
                 return PartitionedGradient.of(self, slot)
@@ -390,9 +396,9 @@ class BucketGradients:
         bucket = self.bucket
         self.num_changes += self.reduced
         offset, numel = bucket.layout.offsets[slot], bucket.layout.tensors[slot].numel
-        if self._here and (self.phase is Phase.ACCUMULATING or self.reduced):
+        if self._here and (self.phase is _ACCUMULATING or self.reduced):
             self._raw[offset : offset + numel].zero_()
-        low, _ = self._reduced_range()
+        low, _ = self._range
         start, stop = max(offset - low, 0), max(offset + numel - low, 0)
         if self._aside is not None:
             self._aside[start:stop].zero_()
@@ -430,7 +436,7 @@ class BucketGradients:
             return
         if isinstance(value, PartitionedGradient) and value.stands_for(self, slot):
             return
-        if self.reduced and not self._split and self.phase is Phase.IDLE:
+        if self.reduced and not self._split and self.phase is _IDLE:
             whole = self.visible(slot)
             if whole is not None and not isinstance(whole, PartitionedGradient):
                 whole.copy_(value)

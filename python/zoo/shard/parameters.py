@@ -48,6 +48,7 @@ class BucketParameters:
         shard: this rank's parameters where they are partitioned, wherever and however it keeps them; a view of ``full``
             elsewhere.
         secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
+        samples: of their values, for writes that nothing counts; None where they are not watched.
     """
 
     def __init__(self, bucket: Bucket, source: RoleBuffer | None = None) -> None:
@@ -59,7 +60,7 @@ class BucketParameters:
         self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
         self._handle: Handle | None = None
         self._reading: tuple[Any, torch.Tensor] | None = None
-        self._samples: Samples | None = None
+        self.samples: Samples | None = None
         self._lay_out(source)
 
     def _lay_out(self, source: RoleBuffer | None) -> None:
@@ -85,10 +86,10 @@ class BucketParameters:
         bucket.roles[PARAMETER] = self.shard
         if source is not None:
             self.shard.take(source)
-            self._drop_full()
+            self.free()
         elif bucket.partitioned:
             self.shard.set(self.full[low:high])
-            self._drop_full()
+            self.free()
 
     def _round(self, came: torch.Tensor) -> None:
         self.full.copy_(came)
@@ -159,7 +160,7 @@ class BucketParameters:
         try:
             self._reading = (shard.begin_read(into, urgent=True), into)
         except OffloadError:
-            self._drop_full()
+            self.free()
             raise
 
     @property
@@ -200,7 +201,7 @@ class BucketParameters:
         try:
             self.shard.finish(future)
         except OffloadError:
-            self._drop_full()  # nothing of it is valid
+            self.free()  # nothing of it is valid
             raise
         if self.shard.pack is not None:
             # It may lie in the memory that is gathered into: that is written when what was sent has arrived.
@@ -223,20 +224,20 @@ class BucketParameters:
             handle.wait()
         self.presence = _HIDDEN
 
-    def free(self, *, again: bool = False) -> None:
-        """Free whole parameters that are partitioned; with ``again`` this rank keeps a part of them (hpZ)."""
+    def keep_part(self) -> None:
+        """Keep a part of whole parameters for backward, where there is a secondary group (hpZ)."""
         kept = self.bucket.placements.secondary
         group = kept.split if kept is not None else None
-        if again and group is not None and self.secondary is None:
+        if group is not None and self.secondary is None:
             low, high = self.bucket.layout.shard_range(group.rank, group.size)
             self.secondary = self.full[low:high].clone()
-        self._drop_full()
 
     def drop_secondary(self) -> None:
         """Forget what was kept for backward: it is over, or an update made it stale."""
         self.secondary = None
 
-    def _drop_full(self) -> None:
+    def free(self) -> None:
+        """Free whole parameters that are partitioned."""
         try:
             self._storage.resize_(0)
         except RuntimeError:
@@ -245,8 +246,8 @@ class BucketParameters:
             self.renew()  # NumPy has had it, and may have it still
             self._storage.resize_(0)
         self._guard.close()
-        if self._samples is not None:
-            self._samples.forget()
+        if self.samples is not None:
+            self.samples.forget()
         if self.presence is _SHOWN:
             self._guard.hide()
         self.presence = _SHARDED
@@ -295,13 +296,13 @@ class BucketParameters:
     def watch(self) -> None:
         """From now on :meth:`versions` counts on a CPU what autograd does not (:class:`Samples`)."""
         if self.full.device.type == "cpu" and self.live:
-            self._samples = self._samples or Samples(self.bucket.layout)
-            self._samples.note(self.full)
+            self.samples = self.samples or Samples(self.bucket.layout)
+            self.samples.note(self.full)
 
     def written(self) -> None:
         """The runtime has written the values that are here now: no write to count."""
-        if self._samples is not None and self.live:
-            self._samples.note(self.full)
+        if self.samples is not None and self.live:
+            self.samples.note(self.full)
 
     def versions(self) -> list[int]:
         """How often each parameter was written to in place, by anybody but the runtime."""
@@ -309,9 +310,9 @@ class BucketParameters:
             found = list(map(_VERSION, self.bucket.spec.parameters))
         for slot, alias in self._aliases.items():
             found[slot] += alias._version
-        if self._samples is not None:
-            self._samples.look(self.full)
-            for slot, count in self._samples.counts.items():
+        if self.samples is not None:
+            self.samples.look(self.full)
+            for slot, count in self.samples.counts.items():
                 found[slot] += count
         return found
 

@@ -93,6 +93,7 @@ class RoleBuffer:
         values: (n,) the elements; None while they are on NVMe or packed.
         packed: int8 and scales; None while they are on NVMe or plain.
         pack, first, tier, offset: as given.
+        leaves_device: they live in other memory than that in which they are made.
         kept: there are elements, wherever.
     """
 
@@ -103,6 +104,7 @@ class RoleBuffer:
     ) -> None:  # fmt: skip
         self.numel, self.dtype, self.device, self.pack = numel, dtype, device, pack
         self.first, self.tier = first, tier
+        self.leaves_device = tier is Tier.NVME or (tier is Tier.HOST and device.type != "cpu")
         self._scratch, self._store, self._region, self.offset = scratch, store, region, offset
         self.values: torch.Tensor | None = None
         self.packed: Packed | None = None
@@ -127,11 +129,6 @@ class RoleBuffer:
         return self.pack.nbytes(self.numel) if self.pack is not None else self.numel * self.dtype.itemsize
 
     @property
-    def leaves_device(self) -> bool:
-        """They live in other memory than that in which they are made."""
-        return self.tier is Tier.NVME or (self.tier is Tier.HOST and self.device.type != "cpu")
-
-    @property
     def is_away(self) -> bool:
         """They are kept, and not in memory."""
         return self.kept and self.values is None and self.packed is None
@@ -141,12 +138,12 @@ class RoleBuffer:
     def read(self, start: int = 0, length: int | None = None) -> torch.Tensor:
         """Elements [start, start + length) of them, all by default: the live ones, or a copy where they are on NVMe or
         packed."""
-        stop = self.numel if length is None else start + length
-        if self.values is not None:
+        if (values := self.values) is not None:
             if self._arrived is not None:
                 self._arrived.synchronize()
                 self._arrived = None
-            return self.values if length is None else self.values[start:stop]
+            return values if length is None else values[start : start + length]
+        stop = self.numel if length is None else start + length
         if self.packed is not None:
             return self.packed.values(self.dtype)[start:stop]
         if self.device.type == "meta":
@@ -211,7 +208,10 @@ class RoleBuffer:
     def put(self, values: torch.Tensor) -> None:
         """Keep (n,) ``values`` themselves, which nobody else writes to any more; a copy to the host may be under way
         afterwards."""
-        self._keep(values, own=True)
+        if self.leaves_device or self.pack is not None:
+            self._keep(values, own=True)
+        else:
+            self.values, self.kept = values, True
 
     @contextlib.contextmanager
     def borrow(self) -> Iterator[torch.Tensor]:

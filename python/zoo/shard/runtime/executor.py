@@ -23,7 +23,7 @@ BYTES_UNDER_WAY = 4 << 20
 """Of this rank's shards that are published. Ranks that share memory keep so much of each other's there, and its pages
 stay."""
 
-_SHARDED, _UNSHARDING, _HIDDEN = Presence.SHARDED, Presence.UNSHARDING, Presence.HIDDEN
+_SHARDED, _UNSHARDING, _HIDDEN, _ = Presence
 
 
 class Watcher(Protocol):
@@ -85,11 +85,11 @@ class Executor:
             self.reshard(bucket)
         if parameters.presence is _SHARDED:
             self.unshard(bucket, exact=exact)
-        if parameters.presence is _UNSHARDING:
-            for watcher in self.watchers:
-                watcher.waits(bucket)
-            parameters.finish()
-        if parameters.presence is _HIDDEN:
+        presence = parameters.presence
+        if presence is _UNSHARDING:
+            self.finish(bucket)
+            parameters.show()
+        elif presence is _HIDDEN:
             parameters.show()
 
     def finish(self, bucket: Bucket) -> None:
@@ -113,11 +113,14 @@ class Executor:
 
         ``again``: a backward will gather them once more; with hpZ this rank keeps a part of them until then.
         """
-        if not bucket.partitioned or bucket.parameters.presence is _SHARDED:
+        parameters = bucket.parameters
+        if not bucket.partitioned or (presence := parameters.presence) is _SHARDED:
             return
-        if bucket.parameters.presence is _UNSHARDING:
+        if presence is _UNSHARDING:
             self.finish(bucket)
-        bucket.parameters.free(again=again)
+        if again:
+            parameters.keep_part()
+        parameters.free()
         for watcher in self.watchers:
             watcher.resharded(bucket)
 
@@ -136,9 +139,11 @@ class Executor:
         """The same for several, a few megabytes under way at a time; what is returned waits for the last of them."""
         under_way: deque[tuple[Handle, int]] = deque()
         num_bytes = 0
-        updated = list(buckets)
-        for bucket in updated:
-            size = bucket.num_bytes // bucket.shard_group.size
+        sampled = []
+        for bucket in buckets:
+            if bucket.parameters.samples is not None:
+                sampled.append(bucket)
+            size = bucket.num_bytes // bucket.num_chunks
             while under_way and num_bytes + size > BYTES_UNDER_WAY:
                 handle, done = under_way.popleft()
                 handle.wait()
@@ -149,9 +154,9 @@ class Executor:
                 num_bytes += size
 
         def finish() -> None:
-            while under_way:
-                under_way.popleft()[0].wait()
-            for bucket in updated:
+            for handle, _ in under_way:
+                handle.wait()
+            for bucket in sampled:
                 bucket.parameters.written()
 
         return finish
@@ -160,13 +165,14 @@ class Executor:
 
     def reduce(self, bucket: Bucket, dtype: torch.dtype | None) -> Callable[[], None]:
         """Start bringing a bucket's gradient to its mean, in ``dtype``; what is returned waits for it."""
-        if bucket.gradients is None:
+        gradients = bucket.gradients
+        if gradients is None:
             raise AssertionError(f"a reduction of {bucket.label}, which is frozen.")
+        if not self.watchers:
+            return gradients.start_reduce(dtype)
         for watcher in self.watchers:
             watcher.reduces(bucket, dtype)
-        finish = bucket.gradients.start_reduce(dtype)
-        if not self.watchers:
-            return finish
+        finish = gradients.start_reduce(dtype)
 
         def finish_and_tell() -> None:
             finish()

@@ -69,8 +69,9 @@ class Reductions:
 
     def launch_ready(self, is_over: Callable[[Bucket], bool]) -> None:
         """Begin the reductions whose turn it is; ``is_over``: nothing will be added to the gradients of a bucket."""
-        while self._next < len(self._all) and is_over(self._all[self._next].bucket):
-            self._launch(self._all[self._next])
+        every = self._all
+        while self._next < len(every) and is_over((gradients := every[self._next]).bucket):
+            self._launch(gradients)
             self._next += 1
 
     def _launch(self, gradients: BucketGradients) -> None:

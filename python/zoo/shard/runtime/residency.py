@@ -199,7 +199,7 @@ class Residency:
         """It has run; ``backward``: one will need them."""
         for bucket in buckets:
             bucket.active -= 1
-            if bucket.active or bucket.parameters.presence is _SHARDED:  # it is used, or its gather failed
+            if bucket.active:
                 continue
             if len(bucket.spec.units) > 1 and not self._makes_room and self._is_soon(bucket):
                 self.ahead[bucket] = None  # the next unit of the same bucket is about to start
@@ -208,6 +208,8 @@ class Residency:
                 self.rest(bucket, backward=backward)
 
     def _is_soon(self, bucket: Bucket) -> bool:
+        if bucket.parameters.presence is _SHARDED:  # its gather failed
+            return False
         position = len(self.orders.seen)
         return bucket in self.orders.expected[position : position + REUSE_WINDOW]
 
@@ -220,7 +222,8 @@ class Residency:
                 self._release(victim)
             self._executor.unshard(bucket)
         elif bucket in self.resting:
-            self._take(bucket)
+            del self.resting[bucket]
+            self.resting_bytes -= bucket.num_bytes
         elif bucket in self.ahead:
             del self.ahead[bucket]
 
@@ -229,7 +232,7 @@ class Residency:
         if bucket in self.resting:
             del self.resting[bucket]
             self.resting_bytes -= bucket.num_bytes
-        if bucket in self.ahead:
+        elif bucket in self.ahead:
             del self.ahead[bucket]
 
     def prefetch(self, order: Sequence[Bucket], position: int) -> None:
@@ -257,15 +260,15 @@ class Residency:
         if bucket in self.resting or bucket in self.ahead:
             self._take(bucket)
         released = self.policy.rest(bucket, self, backward=backward)
-        if bucket in released:
-            self._executor.reshard(bucket, again=bucket.leases > 0)
-        else:
+        if not released or bucket not in released:
             self._executor.hide(bucket)
             self.resting[bucket] = None
             self.resting_bytes += bucket.num_bytes
         for victim in released:
             if victim is not bucket:
                 self._release(victim)
+            else:
+                self._executor.reshard(bucket, again=bucket.leases > 0)
 
     def _release(self, bucket: Bucket) -> None:
         self._take(bucket)
