@@ -61,6 +61,8 @@ class BucketGradients:
         self._storage = self.flat.untyped_storage()
         self._views = bucket.views(self.flat)
         self._split = bucket.placements.gradients.is_split
+        # A split gradient is dropped when it is reduced, and not written to again.
+        self._room = bucket.routes.room if self._split else None
         self.role = bucket.roles[GRADIENT] = bucket.new_gradient()
         # What a reduction makes here: [start, stop).
         self._range = (0, bucket.layout.size) if bucket.routes.reduces_whole else bucket.own_range()
@@ -104,9 +106,7 @@ class BucketGradients:
         self.check_strays()
         if not self._here:
             allow_storage(self._storage._cdata)
-            # A split gradient is dropped when it is reduced, and not written to again.
-            room = self.bucket.routes.room if self._split else None
-            self.bucket.memory.fill(self._storage, self.bucket.num_gradient_bytes, room=room)
+            self.bucket.memory.fill(self._storage, self.bucket.num_gradient_bytes, room=self._room)
             if not CAN_REFUSE_STORAGE:
                 self._attach()
         elif self.reduced:

@@ -41,8 +41,12 @@ class Orders:
         seen, expected = self.seen, self.expected
         position = len(seen)
         seen.append(bucket)
-        if (position < len(expected) and expected[position] is not bucket) or position >= len(expected) > 0:
-            self.expected = next((o for o in self._known[self._mode] if o[: position + 1] == seen), [])
+        if position < len(expected):
+            if expected[position] is bucket:
+                return
+        elif not expected:
+            return
+        self.expected = next((o for o in self._known[self._mode] if o[: position + 1] == seen), [])
 
     def end(self) -> None:
         """The pass is over: remember its order as the latest of its mode."""

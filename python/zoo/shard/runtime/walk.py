@@ -157,19 +157,22 @@ class Walk:
 
     def _finish(self, context: Context, first: int) -> None:
         """The calls from ``first`` on are done, and with them the buckets that they used first."""
-        uses, ends = context.uses, self.accumulates or self._drives
-        while context.left and uses[context.left - 1][0] >= first:
-            context.left -= 1
-            bucket = uses[context.left][1]
+        uses, drives, left = context.uses, self._drives, context.left
+        ends = drives or self.accumulates
+        while left and uses[left - 1][0] >= first:
+            context.left = left = left - 1
+            bucket = uses[left][1]
+            others = False
             if ends:
                 bucket.leases -= 1
-                if self._drives or not bucket.leases:
+                others = bucket.leases > 0
+                if drives or not others:
                     self._done.add(bucket)
                     self._newly_done = True
             if bucket.partitioned:
                 # Other forwards of the hooks wait for their own backward; in a window its policy knows what comes.
-                self._residency.rest(bucket, backward=ends and bucket.leases > 0 and not self._drives)
-                if ends and not bucket.leases and bucket.parameters.secondary is not None:
+                self._residency.rest(bucket, backward=others and not drives)
+                if ends and not others and bucket.parameters.secondary is not None:
                     bucket.parameters.drop_secondary()
 
     def is_over(self, bucket: Bucket) -> bool:
