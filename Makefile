@@ -14,9 +14,9 @@ FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11 python
 
 # C++ and CUDA whose layout is checked; what clang-tidy reads: no torch, so that it takes seconds. Of what is compiled for
 # each instruction set without its analysis of paths, which takes lengths and addresses for 0 that no caller passes.
-FORMATTED := $(wildcard $(addprefix cuda/zoo/kernels/,common/*.* */*.cu */*.h */binding.cpp))
+FORMATTED := $(wildcard $(addprefix cuda/zoo/kernels/,common/*.* */*.cu */*.h */binding.cpp */python.cpp))
 TIDY := $(filter-out %/binding.cpp,$(wildcard cuda/zoo/kernels/common/*.cpp))
-TIDY_ISA := $(filter-out %/binding.cpp cuda/zoo/kernels/common/%,$(wildcard cuda/zoo/kernels/*/*.cpp))
+TIDY_ISA := $(filter-out %/binding.cpp %/python.cpp cuda/zoo/kernels/common/%,$(wildcard cuda/zoo/kernels/*/*.cpp))
 
 # What decides the set of installed packages, and what decides the Rust extension.
 MANIFESTS := requirements-dev.txt pyproject.toml $(wildcard */pyproject.toml) scripts/setup.py

@@ -15,7 +15,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class WithKernels(BuildHookInterface):  # type: ignore[type-arg]
-    """Adds one file to the wheel, which then is for one kind of machine."""
+    """Adds two files to the wheel, which then is for one kind of machine."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         asked = os.environ.get("ZOO_WHEEL_KERNELS", "")
@@ -36,8 +36,10 @@ class WithKernels(BuildHookInterface):  # type: ignore[type-arg]
         zoo.__path__ = [str(Path(self.root) / "zoo"), *zoo.__path__]
         from zoo.kernels.building import build_ahead
 
-        library = build_ahead(Path(self.directory) / "ahead")
-        build_data["force_include"][str(library)] = f"zoo/kernels/ahead/{library.name}"
+        for python in (False, True):
+            library = build_ahead(Path(self.directory) / "ahead", python=python)
+            build_data["force_include"][str(library)] = f"zoo/kernels/ahead/{library.name}"
         build_data["pure_python"] = False
-        # Nothing of Python is in it, so that one wheel is for all versions.
+        # Nothing of Python is in the kernels, so that one wheel is for all versions. The module of classes is for the
+        # one that builds, and its name says so: others compile theirs, or go without.
         build_data["tag"] = f"py3-none-linux_{platform.machine()}"

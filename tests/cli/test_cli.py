@@ -332,9 +332,10 @@ def test_build_prints_the_library_that_the_cache_has(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(building, "build", lambda plan: f"built {plan.name}")
     monkeypatch.setattr(building, "build_cuda_library", lambda architectures: f"library for {architectures}")
-    assert zoo("build").output == "built zoo_kernels_cpu\n"
+    assert zoo("build").output == "built zoo_kernels_cpu\nbuilt zoo_kernels_python\n"
     assert zoo("build", "--cuda-arch", "80,90").output == "library for (80, 90)\n"
-    assert zoo("build", "--cpu", "--cuda-arch", "100").output == "built zoo_kernels_cpu\nlibrary for (100,)\n"
+    both = "built zoo_kernels_cpu\nbuilt zoo_kernels_python\n"
+    assert zoo("build", "--cpu", "--cuda-arch", "100").output == f"{both}library for (100,)\n"
     assert zoo("build", "--cuda-arch", "nonsense").exit_code == 2
 
 

@@ -16,12 +16,13 @@ from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading
-from zoo.kernels.update import (
+from zoo.kernels.update import (  # fmt: skip
     ALLOWED,
     Flag,
     Rule,
     Scalars,
     Settings,
+    UpdatePlan,
     adagrad,
     adam,
     lamb,
@@ -33,7 +34,8 @@ from zoo.kernels.update import (
     sgd,
     trust_ratios,
     update_,
-)  # fmt: skip
+    update_plan,
+)
 
 from .cases import DTYPES, SIZES, placed, same_bits, values
 from .oracles import num_threads
@@ -132,22 +134,22 @@ def test_many_rows_are_looked_at_on_threads(dtype: torch.dtype) -> None:
     count, wrong = 2600, 2500
     settings = adam(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8)
 
-    def made() -> tuple[list[torch.Tensor], Any]:
+    def made() -> tuple[list[torch.Tensor], UpdatePlan]:
         params = [placed(values(3, i), dtype, 0).requires_grad_() for i in range(count)]
         for i, p in enumerate(params):
             p.grad = placed(values(3, count + i), dtype, 0)
         masters = [p.detach().float() for p in params] if dtype is torch.bfloat16 else []
         states = [[torch.zeros(3) for _ in params] for _ in range(2)]
-        return params, torch.classes.zoo.Rows(params, *states, [], masters)
+        return params, update_plan(params, states, masters, torch.zeros(count))
 
-    def step(rows: Any, threads: int) -> bool:
+    def step(plan: UpdatePlan, threads: int) -> bool:
         with num_threads(threads):
-            return bool(rows.update(int(Rule.ADAM), int(settings.flags), settings.at(1).values()))
+            return plan.update(int(Rule.ADAM), int(settings.flags), settings.values(), 1)
 
     found = []
     for threads in (1, 3):
-        params, rows = made()
-        assert step(rows, threads)
+        params, plan = made()
+        assert step(plan, threads)
         found.append(torch.stack([p.detach() for p in params]))
     assert torch.equal(*found)
     assert not torch.equal(found[0], torch.stack([p.detach() for p in made()[0]]))
@@ -155,9 +157,9 @@ def test_many_rows_are_looked_at_on_threads(dtype: torch.dtype) -> None:
     given_ = found[-1].clone()
     params[wrong].grad = torch.ones(6, dtype=dtype)[::2]
     with pytest.raises(ValueError, match=rf"grads\[{wrong}\] of shape .*must be contiguous"):
-        step(rows, 3)
+        step(plan, 3)
     params[wrong].grad = None
-    assert not step(rows, 3)
+    assert not step(plan, 3)
     assert torch.equal(given_, torch.stack([p.detach() for p in params]))
 
 
@@ -316,9 +318,9 @@ def test_a_tensor_without_memory_is_refused(which: str, kind: str) -> None:
         one[which].untyped_storage().resize_(0)
     param = one["params"].requires_grad_() if kind == "emptied" or which != "params" else one["params"]
     param.grad = one["grads"]
-    rows = torch.classes.zoo.Rows([param], [one["states"]], [], [], [])
+    plan = update_plan([param], [[one["states"]]], [], torch.zeros(1))
     with pytest.raises(ValueError, match=rf"{which}0?\[0\] of shape \[3\] has no memory.*to_local"):
-        rows.update(int(Rule.LION), 0, lion(lr=0.1, beta1=0.9, beta2=0.99).at(1).values())
+        plan.update(int(Rule.LION), 0, lion(lr=0.1, beta1=0.9, beta2=0.99).values(), 1)
 
 
 # What torch asks of an operator --------------------------------------------------------------------------------------

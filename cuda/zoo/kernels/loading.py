@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ _library: ctypes.CDLL | None = None
 _why_not: str | None = None
 _cuda_operations: frozenset[str] | None = None  # those with a kernel for CUDA, once that library is loaded
 _why_not_cuda: str | None = None
+_classes: Any = None  # the module of classes, once it is loaded
+_why_not_classes: str | None = None
 
 
 def runs(name: str, tensor: torch.Tensor) -> bool:
@@ -269,6 +273,88 @@ def native_function(name: str, *arguments: type[ctypes._SimpleCData[Any]]) -> Ca
     function: ctypes._NamedFuncPointer = getattr(_library, name)
     function.argtypes = arguments
     return function
+
+
+def classes() -> Any:
+    """The module of what kernels offer to Python as classes, built if need be; None where it cannot be had, or the CPU
+    operations do not run natively.
+
+    Raises:
+        ValueError, BuildError: see :func:`native`.
+    """
+    if not native():
+        return None
+    if _classes is None and _why_not_classes is None:
+        _load_classes()
+    if _why_not_classes is not None and _mode == "native":
+        from zoo.kernels.building import BuildError
+
+        raise BuildError(f"ZOO_KERNELS=native, but {_why_not_classes}")
+    return _classes
+
+
+def loaded_classes() -> Any:
+    """The module of :func:`classes` where it is loaded by now, else None."""
+    return _classes
+
+
+def address_of(name: str) -> int:
+    """What a function of the CPU library without arguments returns, as an address.
+
+    Raises:
+        AssertionError: no library is loaded.
+    """
+    if _library is None:
+        raise AssertionError(f"{name} is asked for before the CPU library is loaded")
+    function: ctypes._NamedFuncPointer = getattr(_library, name)
+    function.restype = ctypes.c_void_p
+    return int(function())
+
+
+def _load_classes() -> None:
+    with _lock:
+        if _classes is None and _why_not_classes is None:
+            _load_classes_once()
+
+
+def _load_classes_once() -> None:
+    from zoo.kernels.building import BuildError
+
+    global _classes, _why_not_classes
+    try:
+        _classes = _open_classes()
+    except (BuildError, ImportError) as error:
+        _why_not_classes = str(error)
+        logger.warning(
+            "updates cannot be prepared once, so every step hands its tensors over again, which takes longer where "
+            "they are many and small: %s",
+            _why_not_classes,
+        )
+
+
+def _open_classes() -> Any:
+    from zoo.kernels.building import build, built_ahead, python_plan
+
+    sanitize = os.environ.get("ZOO_KERNELS_SANITIZE") == "1"
+    ahead = None if sanitize else built_ahead(python=True)
+    if ahead is not None:
+        try:
+            return _import(ahead)
+        except ImportError as error:
+            logger.info("the module that came with zoo-kernels does not load here, so one is compiled: %s", error)
+    return _import(build(python_plan(sanitize=sanitize)))
+
+
+def _import(path: Path) -> Any:
+    from zoo.kernels.building import PYTHON_MODULE
+
+    loader = ExtensionFileLoader(PYTHON_MODULE, str(path))
+    spec = importlib.util.spec_from_loader(PYTHON_MODULE, loader)
+    if spec is None:
+        raise AssertionError(f"there is no module in {path}")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 def isas() -> tuple[str, ...]:

@@ -283,6 +283,10 @@ def build(
         try:
             if cpu or cuda_arch is None:
                 typer.echo(building.build(building.cpu_plan()))
+                try:
+                    typer.echo(building.build(building.python_plan()))
+                except building.BuildError as error:  # what it spares is time: the operations run without it
+                    typer.echo(f"zoo: without the module that prepares updates once: {error}", err=True)
             if cuda_arch is not None:
                 typer.echo(building.build_cuda_library(building.parse_architectures(cuda_arch)))
         except building.BuildError as error:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from zoo.kernels import loading
 from zoo.kernels.update import Scalars, Settings, update_, update_scalars_
 from zoo.optim.plan import Batch, Plan, State, States, Watch
 
@@ -142,12 +141,14 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         return True
 
     def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float | Tensor) -> bool:
-        rows = batch.rows if batch.rows is not None and loading.native() else None
-        if rows is None and any(p.grad is None for p in batch.params):
+        prepared = batch.prepare()
+        if prepared is not None:
+            settings = self.settings(group, float(group["lr"]))
+            numbers = settings.values(float(grad_scale))
+            return prepared.update(int(settings.rule), int(settings.flags), numbers, batch.step + 1)
+        if any(p.grad is None for p in batch.params):
             return False
         with self._scalars(group, batch, grad_scale) as (settings, scalars):
-            if rows is not None and isinstance(scalars, Scalars):
-                return bool(rows.update(int(settings.rule), int(settings.flags), scalars.values()))
             params, grads, states, masters = flattened(batch)
             update_(settings.rule, settings.flags, params, grads, states, masters, scalars=scalars)
         return True
@@ -213,8 +214,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             dicts = [self.state[p] for p in members]
             names_here = names + ("master",) * with_master
             batch = Batch(members, dicts, names_here, step, device if on_device else None)
-            if not on_device and plain and device.type == "cpu" and dtype is not torch.float64 and loading.native():
-                batch.use_rows()
+            batch.may_prepare = not on_device and plain and device.type == "cpu" and dtype is not torch.float64
             made.append(batch)
         return Plan(list(params), [p for p in params if p.grad is None], made, on_device=on_device)
 

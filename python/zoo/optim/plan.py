@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from zoo.kernels import loading
+from zoo.kernels.update import UpdatePlan, update_plan
+
 Tensor = torch.Tensor
 
 
@@ -117,6 +120,9 @@ def same_tensors(a: list[Tensor], b: list[Tensor]) -> bool:
     Python compares the items of lists by address first. So this touches none, where ``is`` in a loop touches each,
     which the update of the step before has driven out of the caches.
     """
+    classes = loading.loaded_classes()
+    if classes is not None:
+        return bool(classes.same_objects(a, b))
     try:
         with _ByIdentity():
             return a == b
@@ -129,7 +135,8 @@ class Batch:
 
     ``lists`` has one list of tensors for each state name (and "master"); ``packed`` holds the number of steps taken of
     each parameter, and the states' ``step`` are views of it, so that counting is one operation for all. It is on
-    ``device``, where the kernels count; without one the host counts, in ``step`` too.
+    ``device``, where the kernels count; without one the host counts, in ``step`` too. ``may_prepare``: fp32, bf16 or
+    fp16 on the CPU, contiguous, counted by the host, so that a plan of the kernels may hold the tensors.
     """
 
     def __init__(
@@ -148,7 +155,8 @@ class Batch:
         self.lists = {name: [state[name] for state in dicts] for name in names}
         self.watch = dicts[0].watch
         self.seen = self.watch.changes
-        self.rows: Any = None
+        self.may_prepare = False
+        self.prepared: UpdatePlan | None = None
 
     def is_current(self) -> bool:
         """Whether the states are still the very tensors that were there when the batch was made."""
@@ -162,15 +170,22 @@ class Batch:
         """The fp32 masters; empty where the parameters are themselves what is updated."""
         return self.lists.get("master", [])
 
-    def use_rows(self) -> None:
-        """Hold the tensors natively: fp32, bf16 or fp16 on the CPU, contiguous."""
-        states = [*self.states(), [], [], []][:3]
-        self.rows = torch.classes.zoo.Rows(self.params, *states, self.masters())
+    def prepare(self) -> UpdatePlan | None:
+        """The update, prepared natively when first asked for; None where operations do not run so, or not on these."""
+        if not self.may_prepare or not loading.native():
+            return None
+        if self.prepared is None and loading.classes() is not None:
+            self.prepared = update_plan(self.params, self.states(), self.masters(), self.packed)
+        return self.prepared
 
     def count(self) -> None:
         """One more step was taken, if the device has not counted it."""
-        if not self.on_device:
-            self.step += 1
+        if self.on_device:
+            return
+        self.step += 1
+        if self.prepared is not None:
+            self.prepared.count()
+        else:
             self.packed += 1
 
 

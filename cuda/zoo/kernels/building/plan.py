@@ -8,6 +8,8 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,10 @@ ISAS = {
         "-mavx2", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512",
     ),
 }  # fmt: skip
+
+
+PYTHON_MODULE = "zoo_kernels_python"
+"""The name of the module that ``python.cpp`` begins with."""
 
 
 class BuildError(RuntimeError):
@@ -109,14 +115,13 @@ def cpu_plan(*, sanitize: bool = False) -> Plan:
 
     compiler = find_compiler()
     version = compiler_version(compiler)
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    # clang's OpenMP calls are not in the runtime that torch brings; without the flag the kernels use one thread.
-    common: tuple[str, ...] = () if is_clang(version) else ("-fopenmp",)
-    common += ("-DZOO_X86=1",) if x86 else ()
-    common += ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1") if sanitize else ()
+    x86 = _is_x86()
+    common = _common_flags(version, sanitize)
     units = []
     for source in source_files(".cpp"):
         name = f"{source.parent.name}-{source.stem}"
+        if source.stem == "python":
+            continue
         if source.stem == "binding":
             units.append(Unit(name=name, source=source, flags=(*binding_flags(), *common)))
         elif source.parent.name == "common":
@@ -125,12 +130,61 @@ def cpu_plan(*, sanitize: bool = False) -> Plan:
             for isa, flags in ISAS.items() if x86 else [("portable", ())]:
                 flags = (*KERNEL_FLAGS, *common, f"-DZOO_ISA={isa}", *flags)
                 units.append(Unit(name=f"{name}-{isa}", source=source, flags=flags))
+    facts = [version, torch.__version__, platform.machine()]
+    return keyed("zoo_kernels_cpu", compiler, units, _link_flags(sanitize), facts, source_files(".h", ".cpp"))
+
+
+def python_plan(*, sanitize: bool = False) -> Plan:
+    """The module of the classes that kernels offer to Python: of each ``python.cpp``, for this version of Python.
+
+    The library of :func:`cpu_plan` has nothing of Python in it, so that one is for all versions. pybind11 is the copy
+    in the headers of torch.
+
+    Args:
+        sanitize: as for :func:`cpu_plan`.
+
+    Raises:
+        BuildError: there is no compiler, or Python came without its headers.
+    """
+    import torch
+
+    compiler = find_compiler()
+    version = compiler_version(compiler)
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").exists():
+        raise BuildError(
+            f"the headers of Python are missing ({include / 'Python.h'}); install them, on Debian with "
+            f"apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev."
+        )
+    flags = (*binding_flags(), *_common_flags(version, sanitize))
+    units = [Unit(name="common-binding", source=SOURCES / "common/binding.cpp", flags=flags)]
+    for source in source_files(".cpp"):
+        if source.stem == "python":
+            unit_flags = (*flags, f"-isystem{include}")
+            units.append(Unit(name=f"{source.parent.name}-python", source=source, flags=unit_flags))
+    facts = [version, torch.__version__, platform.machine(), str(sys.implementation.cache_tag)]
+    link = (*_link_flags(sanitize), "-ltorch_python")
+    return keyed(PYTHON_MODULE, compiler, units, link, facts, source_files(".h", ".cpp"))
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _common_flags(version: str, sanitize: bool) -> tuple[str, ...]:
+    # clang's OpenMP calls are not in the runtime that torch brings; without the flag the kernels use one thread.
+    common: tuple[str, ...] = () if is_clang(version) else ("-fopenmp",)
+    common += ("-DZOO_X86=1",) if _is_x86() else ()
+    return common + (
+        ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1") if sanitize else ()
+    )
+
+
+def _link_flags(sanitize: bool) -> tuple[str, ...]:
     # No -fopenmp here: that would link a second OpenMP runtime beside torch's. -z now: a missing symbol must be an
     # error when the library is loaded, not the end of the process in the middle of training.
     link: tuple[str, ...] = ("-shared", f"-L{torch_folder() / 'lib'}", "-ltorch_cpu", "-lc10", "-Wl,-z,now")
-    link += ("-fsanitize=address,undefined",) if sanitize else ()
-    facts = [version, torch.__version__, platform.machine()]
-    return keyed("zoo_kernels_cpu", compiler, units, link, facts, source_files(".h", ".cpp"))
+    return link + (("-fsanitize=address,undefined",) if sanitize else ())
 
 
 def torch_folder() -> Path:

@@ -126,6 +126,10 @@ inline void check_tensor(const at::Tensor& t, const Name& name, int64_t numel, D
   TORCH_CHECK_VALUE(numel == 0 || t.storage().data() != nullptr, name, " of shape ", t.sizes(),
                     " has no memory: its storage was emptied, or it is of a subclass such as DTensor, of which the "
                     "local part can be given (to_local()).");
+  const size_t wanted = size_t(t.storage_offset() + numel) * t.element_size();
+  TORCH_CHECK_VALUE(numel == 0 || t.storage().nbytes() >= wanted, name, " of shape ", t.sizes(),
+                    " ends beyond its memory, at byte ", wanted, " of ", t.storage().nbytes(),
+                    ": its storage was resized. Resize it back, or give another tensor.");
   const Dtype found = dtype_of(t, name);
   TORCH_CHECK_VALUE(found == expected, name, " is ", dtype_name(t.scalar_type()), ", unlike ", name.what,
                     "[0]; the tensors of one call share a dtype: call once for each.");

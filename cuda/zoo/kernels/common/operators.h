@@ -97,8 +97,6 @@ class Operators {
     library_.impl(schema.substr(0, schema.find('(')).c_str(), torch::dispatch(key, function));
   }
 
-  torch::Library& library() { return library_; }
-
  private:
   torch::Library& library_;
 };

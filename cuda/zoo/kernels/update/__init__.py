@@ -18,9 +18,9 @@ from zoo.kernels.update.algebra import (
     sgd,
 )
 from zoo.kernels.update.ops import lamb_apply_, lamb_direction_, trust_ratios, update_, update_scalars_
+from zoo.kernels.update.prepared import UpdatePlan, update_plan
 
 __all__ = [
-    "ALLOWED", "Flag", "Rule", "Scalars", "Settings", "adagrad", "adam", "lamb", "lamb_apply_", "lamb_direction_",
-    "lion", "num_states", "sgd", "trust_ratios", "update_",
-    "update_scalars_",
+    "ALLOWED", "Flag", "Rule", "Scalars", "Settings", "UpdatePlan", "adagrad", "adam", "lamb", "lamb_apply_",
+    "lamb_direction_", "lion", "num_states", "sgd", "trust_ratios", "update_", "update_plan", "update_scalars_",
 ]  # fmt: skip

@@ -214,6 +214,12 @@ def _check_tensor(what: str, i: int, t: torch.Tensor, first: torch.Tensor, param
         raise ValueError(
             f"{what}[{i}] has shape {tuple(t.shape)}, {t.numel()} elements; params[{i}] has {param.numel()}."
         )
+    ends = (t.storage_offset() + t.numel()) * t.element_size()
+    if type(t) in (torch.Tensor, torch.nn.Parameter) and t.numel() and t.untyped_storage().nbytes() < ends:
+        raise ValueError(
+            f"{what}[{i}] of shape {tuple(t.shape)} ends beyond its memory, at byte {ends} of "
+            f"{t.untyped_storage().nbytes()}: its storage was resized. Resize it back, or give another tensor."
+        )
     if not t.is_contiguous():
         raise ValueError(
             f"{what}[{i}] of shape {tuple(t.shape)} has strides {t.stride()}; it must be contiguous: "

@@ -147,26 +147,31 @@ ZOO_HD double power(double base, int64_t n) {
   return result;
 }
 
-// Writes the scalars of the step after those taken, as algebra.py does; whether the step is to change anything.
-ZOO_HD bool make_scalars(const Advance& a) {
-  const Settings& s = a.settings;
-  const double lr = value_of(a.lr, s.lr), step = double(a.steps[0]) + 1;
-  const bool skips = value_of(a.found_inf, 0) != 0, is_sgd = a.rule == SGD;
+// Writes the scalars of step `step`, which counts from 1, as algebra.py does. `scale`: σ.
+ZOO_HD void write_scalars(int rule, int flags, const Settings& s, double lr, double scale, double step, double* v) {
+  const bool is_sgd = rule == SGD;
   const double first = s.corrected != 0 ? 1 - power(s.beta1, int64_t(step)) : 1;
   const double second = s.corrected != 0 ? 1 - power(s.beta2, int64_t(step)) : 1;
-  double* v = a.scalars;
-  v[0] = s.grad_scale * value_of(a.grad_scale, 1) / value_of(a.loss_scale, 1);
+  v[0] = scale;
   v[1] = s.coupled;
   v[2] = 1 - lr * s.decoupled;
-  v[3] = a.rule == ADAM ? lr / first : a.rule == ADAGRAD ? lr / (1 + (step - 1) * s.lr_decay) : lr;
+  v[3] = rule == ADAM ? lr / first : rule == ADAGRAD ? lr / (1 + (step - 1) * s.lr_decay) : lr;
   v[4] = s.beta1;
   v[5] = is_sgd ? (step == 1 ? 1 : 1 - s.dampening) : 1 - s.beta1;
   v[6] = s.beta2;
   v[7] = 1 - s.beta2;
-  v[8] = (a.flags & EPS_INSIDE) ? 1 / second : 1 / ZOO_SQRT64(second);
+  v[8] = (flags & EPS_INSIDE) ? 1 / second : 1 / ZOO_SQRT64(second);
   v[9] = s.eps;
-  v[10] = a.rule == LAMB ? 1 / first : 1;
-  v[NUM_SCALARS] = skips ? 1 : 0;
+  v[10] = rule == LAMB ? 1 / first : 1;
+}
+
+// Writes the scalars of the step after those taken; whether the step is to change anything.
+ZOO_HD bool make_scalars(const Advance& a) {
+  const Settings& s = a.settings;
+  const bool skips = value_of(a.found_inf, 0) != 0;
+  const double scale = s.grad_scale * value_of(a.grad_scale, 1) / value_of(a.loss_scale, 1);
+  write_scalars(a.rule, a.flags, s, value_of(a.lr, s.lr), scale, double(a.steps[0]) + 1, a.scalars);
+  a.scalars[NUM_SCALARS] = skips ? 1 : 0;
   return !skips;
 }
 
@@ -292,4 +297,12 @@ ZOO_CUDA_KERNEL(lamb_apply, int flags, const Scalars& scalars, const double* the
 
 ZOO_KERNEL(update_scalars, const Advance& a)
 
+// The kernels for CPUs as another library calls them (python.cpp): by the instruction set in use.
+struct UpdateKernels {
+  bool (*has_rule)(int rule, int flags);
+  void (*update)(int rule, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows);
+};
+
 }  // namespace zoo
+
+ZOO_EXPORT const zoo::UpdateKernels* zoo_update_kernels();
