@@ -211,6 +211,38 @@ def test_a_segment_that_grows_is_read_to_its_end() -> None:
     assert own.num_bytes_lent == large - small + 3 * first
 
 
+def test_what_is_large_takes_no_memory_once_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_KEPT_BYTES", 1 << 16)
+    own, peer = OwnSegment(0, 2), OwnSegment(1, 2)
+    acks = opened(peer)
+
+    def taken() -> int:
+        return 512 * os.fstat(own.fd).st_blocks
+
+    before, num_bytes = taken(), 1 << 20
+    room = own.room(num_bytes, [acks]).fill_(1)
+    assert own.lend(0, num_bytes, [acks], at=own.room_of(room)) == own.room_of(room)
+    small = own.view(own.lend(1, 1 << 12, [acks]), 1 << 12, torch.uint8).fill_(3)
+    assert taken() >= before + num_bytes
+    peer.note_read(0, [0])
+    own.lend(2, 64, [acks])
+    assert room.sum() == num_bytes  # somebody has it still
+    for number in (3, 4):
+        own.lend(number, num_bytes, [acks], at=own.room_of(room))
+    del room
+    peer.note_read(3, [0])
+    own.lend(5, 64, [acks])
+    assert taken() >= before + num_bytes  # it was sent twice, and is read once
+    peer.note_read(4, [0])
+    own.lend(6, 64, [acks])
+    assert taken() < before + num_bytes // 2
+    room = own.room(num_bytes, [acks]).fill_(1)
+    assert taken() >= before + num_bytes
+    del room
+    assert taken() < before + num_bytes // 2
+    assert small.sum() == 3 << 12
+
+
 @pytest.mark.parametrize(
     ("low", "num_bytes"), [(0, 64), (-64, 64), (1 << 20, -64), ((1 << 20) + 8, 8), (1 << 20, 1 << 40)]
 )

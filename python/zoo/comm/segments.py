@@ -13,6 +13,7 @@ inside of it stays readable.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import secrets
@@ -32,8 +33,18 @@ _WORDS_AT = 64
 _NUM_WORDS = 1024
 _PAGE = 4096
 _ALIGN = 64
+# What is larger is one of few, as a table's gradient: its pages are not kept for the next.
+_KEPT_BYTES = 1 << 25
+_PUNCH_HOLE_KEEP_SIZE = 3
 # A file of this size takes no memory: a page of it begins to exist when it is first written.
 _FIRST_BYTES = 1 << 26
+
+
+def _fallocate(fd: int, mode: int, low: int, num_bytes: int) -> None:
+    call = ctypes.CDLL(None).fallocate
+    call.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+    call(fd, mode, low, num_bytes)
+
 
 _fence_lock = threading.RLock()
 
@@ -180,10 +191,13 @@ class OwnSegment(_Mapped):
         memory: Any = self._bytes[low:high].numpy()
         address = self._bytes.data_ptr() + low
         self._rooms[address] = low, high
-        rooms, refs = self._rooms, self._refs
+        rooms, refs, own = self._rooms, self._refs, weakref.ref(self)
 
         def leave(_: object) -> None:
             del rooms[address], refs[address]
+            segment = own()
+            if segment is not None:  # otherwise its file is closed
+                segment._empty(low, high)
 
         refs[address] = weakref.ref(memory, leave)
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -196,7 +210,14 @@ class OwnSegment(_Mapped):
     def _free_what_is_read(self, peers: Sequence[_Mapped]) -> None:
         lent = self._lent
         for other in [n for n in lent if all(peer.has_read(self._rank, n) for peer in peers)]:
-            del lent[other]
+            self._empty(*lent.pop(other))
+
+    def _empty(self, low: int, high: int) -> None:
+        """A block is left: if it is large, its pages take no memory until they are written to again."""
+        taken = *list(self._lent.values()), *list(self._rooms.values())
+        if high - low > _KEPT_BYTES and not any(begin < high and low < end for begin, end in taken):
+            low, high = -(-low // _PAGE) * _PAGE, high // _PAGE * _PAGE
+            _fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, low, high - low)
 
     def _find(self, num_bytes: int) -> tuple[int, int]:
         """Begin and end of the first gap of this size; the file grows if there is none."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -81,6 +82,31 @@ class BucketGradients:
             grad_dtype(parameter, self.dtype)  # autograd converts what arrives, and then adds
         self._attach()
         self._free()
+        self._waits = False  # for the first gradient that arrives: then it is opened
+        self._late_hooks = [] if bucket.memory.pools(bucket.num_gradient_bytes) else self._hook_arrivals()
+
+    def _hook_arrivals(self) -> list[Any]:
+        """Autograd adds up what several uses give before it adds that to the flat gradient: not both need memory."""
+        own = weakref.ref(self)
+
+        def arrives(_: torch.Tensor) -> None:
+            gradients = own()
+            if gradients is not None and gradients._waits:
+                gradients.open()
+
+        return [p.register_hook(arrives) for p in self.bucket.spec.parameters]  # type: ignore[no-untyped-call]
+
+    def unhook(self) -> None:
+        """Its parameters are ordinary ones again."""
+        while self._late_hooks:
+            self._late_hooks.pop().remove()
+
+    def expect(self) -> None:
+        """Gradients are about to arrive: make it ready, or ready to be made so by the first of them."""
+        if self._late_hooks and not self._here and self.phase is _IDLE:
+            self._waits = True
+        else:
+            self.open()
 
     def _attach(self) -> None:
         for parameter, view in zip(self.bucket.spec.parameters, self._views, strict=True):
@@ -103,6 +129,7 @@ class BucketGradients:
             return
         if self.phase is _LAUNCHED:
             raise self._late()
+        self._waits = False
         self.check_strays()
         if not self._here:
             allow_storage(self._storage._cdata)
@@ -133,7 +160,7 @@ class BucketGradients:
 
     def rest(self) -> None:
         """That backward is over; others will add to what it left."""
-        self._arriving, self._touched = False, False
+        self._arriving = self._touched = self._waits = False
         if self._seen:  # somebody may have kept `p.grad`, a view of the flat gradient
             self._in_its_unit()
         if self.phase is _ACCUMULATING:
@@ -254,7 +281,7 @@ class BucketGradients:
         if self.bucket.routes.feedback is not None:
             self.bucket.routes.feedback.roll_back()
         self.reduced, self.num_changes, self.phase = False, 0, _IDLE
-        self._arriving = self._resting = self._seen = False
+        self._arriving = self._resting = self._seen = self._waits = False
         if self._cleared:
             self._cleared.clear()
         self._squares = None

@@ -26,6 +26,9 @@ SHARED_BYTES = 8 << 20
 """Smaller gradients come from the pool, which serves gathered parameters too: what the ranks share serves nobody else,
 and to copy them to it costs little."""
 
+POOLED_BYTES = 32 << 20
+"""Larger buffers are single ones, as of a table: what one leaves fits no other, and goes to the system at once."""
+
 IDLE_BYTES = 64 << 20
 """So much is kept from the end of a step to the next backward: to take it anew costs a fault for each huge page."""
 
@@ -51,6 +54,10 @@ class Memory:
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor of arbitrary content."""
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def pools(self, num_bytes: int) -> bool:
+        """Whether what is freed of such a size is kept for the next buffer."""
+        return num_bytes <= POOLED_BYTES
 
     def give_back(self) -> None:
         """A step is over: what lies idle until gradients are reduced again goes to the system, if it is much."""
@@ -94,6 +101,10 @@ class StepMemory(Memory):
                 pool.trim()
 
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if not self.pools(numel * dtype.itemsize):
+            from zoo.kernels.storage import in_huge_pages
+
+            return in_huge_pages(torch.empty(numel, dtype=dtype))
         # A small buffer in the region of a large one would keep the next large one out of it.
         large = numel * dtype.itemsize > REGION_BYTES
         if large not in self._pools:

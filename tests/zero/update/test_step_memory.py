@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -56,6 +57,8 @@ def test_the_first_buffer_may_be_of_any_size(first: int) -> None:
     assert [one.numel() for one in made] == list(sizes)
     reserved = sum(pool.stats().reserved_bytes for pool in step._pools.values())
     assert reserved <= sum(sizes) + 2 * memory.REGION_BYTES
+    step.empty(memory.POOLED_BYTES + 8, torch.uint8, torch.device("cpu"))
+    assert reserved == sum(pool.stats().reserved_bytes for pool in step._pools.values())
 
 
 @pytest.mark.skipif(not lends(), reason="needs zoo-kernels")
@@ -129,3 +132,39 @@ def test_large_gradients_lie_in_the_memory_that_the_ranks_share(stage: int) -> N
     for (one, no), (other, yes) in zip(plain, through, strict=True):
         assert all(map(torch.equal, one, other))
         assert (no, yes) == ([False] * 2, [True] * 2)
+
+
+def test_a_table_that_is_used_twice_opens_its_gradient_when_the_sum_of_both_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = torch.arange(12) * 7
+
+    def trained(rank: int, late: bool) -> tuple[list[torch.Tensor], list[int]]:
+        monkeypatch.setattr(memory, "POOLED_BYTES", 0 if late else 1 << 40)
+        torch.manual_seed(0)
+        model, found = Tied(), list[int]()
+        optimizer = ZeroOptimizer(
+            model, stage=3, optimizer=torch.optim.SGD, lr=0.1, param_persistence_threshold=0, units=[nn.Linear, Tied],
+            clip_norm=1.0,
+        )  # fmt: skip
+        table = optimizer.buckets[0].gradients
+        assert table is not None
+        model.layers[0].register_full_backward_hook(lambda *_: found.append(table.memory_bytes()))
+        for step in range(3):
+            with optimizer.no_sync() if step == 1 else contextlib.nullcontext():
+                model(tokens + rank).square().sum().backward()
+            if step != 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        with optimizer.gathered():
+            result = [p.detach().clone() for p in model.parameters()]
+        optimizer.close()
+        assert not model.table._backward_hooks
+        return result, found
+
+    early = sim.run(2, lambda rank: trained(rank, False))
+    late = sim.run(2, lambda rank: trained(rank, True))
+    for (one, whole), (other, none) in zip(early, late, strict=True):
+        assert all(map(torch.equal, one, other))
+        assert whole[:2] == [512 * 64 * 4] * 2
+        assert none[:2] == [0, 0]

@@ -203,7 +203,7 @@ class Backward:
             if (idle and self._tasks.adds_to_units(bucket, idle)) if counted else self._tasks.adds_to(bucket):
                 self.walk.awaited.add(bucket)
                 if bucket.gradients is not None:
-                    bucket.gradients.open()
+                    bucket.gradients.expect()
 
     # Driven ----------------------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Backward:
         self._alive = _always if part is Part.WEIGHTS else _nothing
         for bucket in sorted(self.walk.used, key=_index) if part is Part.WEIGHTS else ():
             if bucket.gradients is not None:
-                bucket.gradients.open()
+                bucket.gradients.expect()
 
     def _begin_task(self, context: Context) -> None:
         """A graph task of a driven backward reaches the model."""

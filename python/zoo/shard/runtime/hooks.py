@@ -150,6 +150,9 @@ class Runtime:
         """Take all hooks off the model."""
         for hook in (*self._hooks, *self.backward.arrivals):
             hook.remove()
+        for bucket in self._buckets:
+            if bucket.gradients is not None:
+                bucket.gradients.unhook()
 
     # Forward ---------------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class Walk:
         if self.accumulates:
             for bucket in context.returned:
                 if bucket.gradients is not None:
-                    bucket.gradients.open()
+                    bucket.gradients.expect()
 
     def leave(self) -> None:
         """It is through with the context it is in."""
@@ -141,7 +141,7 @@ class Walk:
             elif self.accumulates:
                 for gradients in unit.gradients:
                     if gradients.phase is not _ACCUMULATING:  # most often it is: a call less
-                        gradients.open()
+                        gradients.expect()
             if self._newly_done and self.launches:
                 self._newly_done = False
                 self._launch(self.is_over)
@@ -153,7 +153,7 @@ class Walk:
             self._executor.wait(bucket)
         if self.accumulates:
             for gradients in unit.gradients:
-                gradients.open()
+                gradients.expect()
 
     def _finish(self, context: Context, first: int) -> None:
         """The calls from ``first`` on are done, and with them the buckets that they used first."""
