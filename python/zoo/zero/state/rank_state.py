@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -30,7 +30,6 @@ from zoo.zero.state.by_parameter import (
 from zoo.zero.state.logical import Reader, Run, StateSlice, runs_of, split_name
 from zoo.zero.state.same_state import refuse_others, told_of
 from zoo.zero.update.probe import Keeps
-from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
@@ -46,17 +45,15 @@ def rank_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
         before(optimizer)
     if called_by(*_DCP):  # each rank's own state under names that other ranks have too would be lost
         return states_by_name(optimizer)
-    slices = _joined(
-        (f"{s.role}|{s.name}", start, part) for s in optimizer.held_slices(owned=False) for start, part in _rows(s)
-    )
     ends = list(itertools.accumulate(len(g["params"]) for g in optimizer.param_groups))
     groups = [
         {**g, "params": list(range(end - len(g["params"]), end))}
         for g, end in zip(optimizer.param_groups, ends, strict=True)
     ]  # fmt: skip
     state: dict[str, Any] = {
-        "slices": slices, "scalars": optimizer.held_scalars(), "param_groups": groups, "rank": optimizer.comm.rank,
-        "world_size": optimizer.comm.size, "num_updates": optimizer.num_updates,
+        "slices": _joined(optimizer.held_slices(owned=False)), "scalars": optimizer.held_scalars(),
+        "param_groups": groups, "rank": optimizer.comm.rank, "world_size": optimizer.comm.size,
+        "num_updates": optimizer.num_updates,
     }  # fmt: skip
     for after in optimizer._optimizer_state_dict_post_hooks.values():
         changed = after(optimizer, state)
@@ -81,7 +78,7 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
             optimizer.sharded.everyone, "loading a state_dict", lambda: _check(optimizer, state),
             error=lambda text, ranks: ValueError(text), plain=ValueError,
         )  # fmt: skip
-        slices = _rejoined(state["slices"])
+        slices = _rejoined(_saved(state["slices"]))
         refuse_others(optimizer, _told(state, slices), state.get("num_updates"))
         optimizer.num_updates = max(optimizer.num_updates, state.get("num_updates") or 0)
         _load(optimizer, _options(state), _reader(optimizer, slices), state["scalars"])
@@ -100,25 +97,21 @@ def _by_parameter_anywhere(optimizer: ZeroOptimizer, state: Any) -> bool:
     return bool(kinds[0])
 
 
-def _told(state: Mapping[str, Any], slices: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _told(state: Mapping[str, Any], slices: _Runs[torch.Tensor]) -> dict[str, str]:
     """What :func:`~zoo.zero.state.same_state.refuse_others` compares of a checked state."""
     scalars = state["scalars"]
     # What ranks compress for each other is their own; where they step apart all of it is.
-    apart = bool(scalars.get("zero/apart"))
-    told = {} if apart else {_called(k): told_of(v) for k, v in slices.items() if not k.startswith(_OF_RANKS)}
-    told |= {key: told_of(value) for key, value in scalars.items()}
+    told = {key: told_of(value) for key, value in scalars.items()}
+    for tensor, of in slices.items() if not scalars.get("zero/apart") else ():
+        role, _, name = tensor.partition("|")
+        if not tensor.startswith(_OF_RANKS):
+            told |= {f"{role} of {name!r} from element {start} on": told_of(value) for start, value in of.items()}
     groups = _options(state)
     return told | {f"{k} of group {i}": described(v) for i, group in enumerate(groups) for k, v in group.items()}
 
 
-def _called(entry: str) -> str:
-    role, _, rest = entry.partition("|")
-    name, _, start = rest.rpartition("|")
-    return f"{role} of {name!r} from element {start} on"
-
-
-def _reader(optimizer: ZeroOptimizer, slices: Mapping[str, torch.Tensor]) -> Reader:
-    starts = _starts(slices)
+def _reader(optimizer: ZeroOptimizer, slices: _Runs[torch.Tensor]) -> Reader:
+    starts = {tensor: list(of) for tensor, of in slices.items()}
     # Of all of each bucket: what reductions owe is of elements of other ranks too.
     shapes = {run.name: run.shape for bucket in optimizer.buckets for run in runs_of(bucket, bucket.layout.slices())}
 
@@ -126,8 +119,8 @@ def _reader(optimizer: ZeroOptimizer, slices: Mapping[str, torch.Tensor]) -> Rea
         if isinstance(start, Box):
             return torch.cat([read(name, role, *run) for run in start.runs_in(shapes[name])])
         tensor = f"{role}|{name}"
-        first = _run_of(starts, tensor, start)
-        found: torch.Tensor = slices[f"{tensor}|{first}"][start - first : start - first + length]
+        first = _run_of(starts[tensor], start)
+        found: torch.Tensor = slices[tensor][first][start - first : start - first + length]
         return found
 
     return read
@@ -156,74 +149,74 @@ def _runs(optimizer: ZeroOptimizer) -> Iterator[Run]:
             yield from runs_of(bucket, bucket.layout.slices(*bucket.kept_range()))
 
 
-def _rows(item: StateSlice) -> Iterator[tuple[int, torch.Tensor]]:
-    """A slice as runs: then nothing depends on how segments are cut."""
-    tensor = item.tensor
-    for run in Run(item.name, item.shape, item.start, item.length, 0, item.box).rows():
-        yield run.start, tensor[run.offset : run.offset + run.length]
+# The entries: runs of elements, by "<role>|<name>|<start>" -----------------------------------------------------------
+
+_Element = TypeVar("_Element")
+_Runs: TypeAlias = dict[str, dict[int, _Element]]
+"""By ``"<role>|<name>"``, and where a run starts, its elements or their number; in order."""
 
 
-# The entries: runs of elements of logical tensors, by "<role>|<name>|<start>" -----------------------------------------
-
-
-def _joined(parts: Iterable[tuple[str, int, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Copies of (tensor, start, elements). Neighbours are one run, so that nothing depends on how segments are cut."""
-    found: dict[str, dict[int, torch.Tensor]] = {}
-    for tensor, start, elements in parts:
-        found.setdefault(tensor, {})[start] = elements
+def _joined(slices: Iterable[StateSlice]) -> dict[str, torch.Tensor]:
+    """Copies. Neighbours are one run, so that nothing depends on how segments are cut."""
+    found: _Runs[torch.Tensor] = {}
+    for s in slices:
+        tensor = s.tensor
+        for run in Run(s.name, s.shape, s.start, s.length, 0, s.box).rows():
+            part = tensor[run.offset : run.offset + run.length]
+            found.setdefault(f"{s.role}|{s.name}", {})[run.start] = part
     joined = {}
     while found:  # what was read from NVMe is freed tensor by tensor
-        tensor, at = found.popitem()
-        for run in _neighbours({start: elements.numel() for start, elements in at.items()}):
-            joined[f"{tensor}|{run[0]}"] = torch.cat([at[start] for start in run])
+        name, at = found.popitem()
+        for starts in _neighbours(at):
+            joined[f"{name}|{starts[0]}"] = torch.cat([at[start] for start in starts])
     return joined
 
 
-def _rejoined(slices: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """The same of what was saved with neighbours apart, and has been checked."""
-    starts = _starts(slices)
-    if len(_lengths({t: {at: slices[f"{t}|{at}"].numel() for at in of} for t, of in starts.items()})) == len(slices):
-        return slices
-    return _joined((tensor, start, slices[f"{tensor}|{start}"]) for tensor, of in starts.items() for start in of)
+def _saved(slices: Mapping[str, torch.Tensor]) -> _Runs[torch.Tensor]:
+    """What :func:`_joined` made, or had left apart; an entry that is none of ours is there whole."""
+    found: _Runs[torch.Tensor] = {}
+    for entry, elements in slices.items():
+        tensor, _, start = entry.rpartition("|")
+        plain = start.isdecimal() and start == str(int(start))
+        found.setdefault(tensor if plain else entry, {})[int(start) if plain else 0] = elements
+    return found
 
 
-def _lengths(parts: Mapping[str, Mapping[int, int]]) -> dict[str, int]:
-    """The length of each run, by ``"<tensor>|<start>"``, of parts given as tensor → start → length."""
+def _rejoined(slices: _Runs[torch.Tensor]) -> _Runs[torch.Tensor]:
+    """The same with neighbours as one run; it has been checked."""
     return {
-        f"{tensor}|{run[0]}": run[-1] + of[run[-1]] - run[0]
-        for tensor, of in parts.items()
-        for run in _neighbours(of)
+        tensor: {run[0]: at[run[0]] if len(run) == 1 else torch.cat([at[s] for s in run]) for run in _neighbours(at)}
+        for tensor, at in slices.items()
     }  # fmt: skip
 
 
-def _neighbours(lengths: Mapping[int, int]) -> list[list[int]]:
+def _lengths(parts: Mapping[int, Any]) -> dict[int, int]:
+    """The length of each run of one tensor, neighbours as one."""
+    return {run[0]: run[-1] + _numel(parts[run[-1]]) - run[0] for run in _neighbours(parts)}
+
+
+def _neighbours(parts: Mapping[int, Any]) -> list[list[int]]:
     """Starts in lists of such as follow one upon another."""
     runs: list[list[int]] = []
     end = -1
-    for start in sorted(lengths):
+    for start in sorted(parts):
         if start != end:
             runs.append([])
         runs[-1].append(start)
-        end = start + lengths[start]
+        end = start + _numel(parts[start])
     return runs
 
 
-def _starts(entries: Iterable[str]) -> dict[str, list[int]]:
-    """By tensor where its runs start, in order."""
-    found: dict[str, list[int]] = {}
-    for entry in entries:
-        tensor, _, start = entry.rpartition("|")
-        if start.isdecimal() and start == str(int(start)):
-            found.setdefault(tensor, []).append(int(start))
-    return {tensor: sorted(starts) for tensor, starts in found.items()}
+def _numel(part: torch.Tensor | int) -> int:
+    return part if isinstance(part, int) else part.numel()
 
 
-def _run_of(starts: Mapping[str, list[int]], tensor: str, start: int) -> int:
+def _run_of(starts: Sequence[int], start: int) -> int:
     """Where the run begins that has element ``start``. Raises KeyError if there is none."""
-    at = bisect_right(starts[tensor], start)
+    at = bisect_right(starts, start)
     if not at:
-        raise KeyError(tensor)
-    return starts[tensor][at - 1]
+        raise KeyError(start)
+    return starts[at - 1]
 
 
 def _options(state: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -242,33 +235,25 @@ def _check(optimizer: ZeroOptimizer, state: Any) -> None:
             f"this state_dict is of rank {where[0]} of {where[1]}; this is rank {comm.rank} of {comm.size} at stage "
             f"{optimizer.config.stage}. load_state() with the slices of all ranks reads any placement into any other."
         )
-    lengths, others = _without_others(_saved_lengths(state["slices"]))
+    saved = {t: _lengths(of) for t, of in _saved(state["slices"]).items() if not t.startswith(_OF_RANKS)}
+    lengths, others = _without_others(saved)
     wanted = _wanted(optimizer)
     _check_layout(wanted, lengths)
     check_options(optimizer, _options(state))
     _check_states(optimizer, wanted, _roles_of(lengths, state["scalars"]), others, _options(state))
 
 
-def _without_others(lengths: Mapping[str, int]) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+def _without_others(saved: _Runs[int]) -> tuple[_Runs[int], dict[str, dict[str, int]]]:
     """The entries with as many elements as parameters; and by parameter the length of states of other shapes."""
-    plain, others = dict[str, int](), dict[str, dict[str, int]]()
-    for entry, length in lengths.items():
-        role, _, rest = entry.partition("|")
-        whole = split_name(rest.rpartition("|")[0], role)
+    plain, others = _Runs[int](), dict[str, dict[str, int]]()
+    for tensor, of in saved.items():
+        role, _, name = tensor.partition("|")
+        whole = split_name(name, role)
         if whole is None:
-            plain[entry] = length
+            plain[tensor] = of
         else:
-            others.setdefault(whole, {})[role] = length
+            others.setdefault(whole, {})[role] = sum(of.values())
     return plain, others
-
-
-def _saved_lengths(slices: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Of what the optimizer keeps; an entry that is none of ours is there as it is, and will not be found wanted."""
-    kept = {key: value.numel() for key, value in slices.items() if not key.startswith(_OF_RANKS)}
-    starts = _starts(kept)
-    ours = {f"{tensor}|{start}" for tensor, of in starts.items() for start in of}
-    parts = {tensor: {start: kept[f"{tensor}|{start}"] for start in of} for tensor, of in starts.items()}
-    return _lengths(parts) | {key: length for key, length in kept.items() if key not in ours}
 
 
 def _check_parts(state: Any) -> None:
@@ -283,31 +268,29 @@ def _check_parts(state: Any) -> None:
         )
 
 
-def _check_layout(wanted: Mapping[str, int], lengths: Mapping[str, int]) -> None:
-    wrong = [key for key, length in wanted.items() if lengths.get(f"parameter|{key}") != length]
-    expected = 0
-    for role in {key.split("|")[0] for key in lengths}:
-        there = [key for key in wanted if f"{role}|{key}" in lengths]
-        wrong += [key for key in there if lengths[f"{role}|{key}"] != wanted[key]]
-        expected += len(there)
-    if wrong or len(lengths) != expected:
-        which = f" ({wrong[0].split('|')[0]!r})" if wrong else ""
+def _check_layout(wanted: _Runs[int], lengths: _Runs[int]) -> None:
+    wrong = [name for name, of in wanted.items() if lengths.get(f"parameter|{name}") != of]
+    for tensor, of in lengths.items():
+        name = tensor.partition("|")[2]
+        if not of.items() <= wanted.get(name, {}).items():
+            wrong.append(name)
+    if wrong:
         raise ValueError(
-            f"the state_dict is of another model, or of buckets laid out otherwise{which}: it holds the elements that "
-            "one rank had under one reduce_bucket_size, stage and set of options. Nothing was loaded. load_state() "
-            "with the slices of all ranks reads any layout into any other."
+            f"the state_dict is of another model, or of buckets laid out otherwise ({wrong[0]!r}): it holds the "
+            "elements that one rank had under one reduce_bucket_size, stage and set of options. Nothing was loaded. "
+            "load_state() with the slices of all ranks reads any layout into any other."
         )
 
 
 def _check_states(
-    optimizer: ZeroOptimizer, runs: Iterable[str], roles_of: Mapping[str, set[str]],
+    optimizer: ZeroOptimizer, runs: _Runs[int], roles_of: Mapping[tuple[str, int], set[str]],
     others: Mapping[str, Mapping[str, int]], groups: list[dict[str, Any]],
 ) -> None:  # fmt: skip
     """All states that the optimizer keeps with the saved options are there, and no other ones; or none at all."""
     if not optimizer.updater.expected.known:
         return
     keeps_of: dict[tuple[Any, ...], Keeps] = {}
-    starts = _starts(runs)
+    starts = {name: list(of) for name, of in runs.items()}
     optimizer.updater.check_places(groups)
     empty: list[str] = []
     full: list[str] = []
@@ -316,8 +299,9 @@ def _check_states(
         if kind not in keeps_of:
             keeps_of[kind] = optimizer.updater.expected.with_options(segment, groups[segment.group])
         wanted = keeps_of[kind].names
-        for key, name in _keys_of(segment, starts):
-            found = roles_of.get(key, set()) | roles_of.get(name, set()) | others.get(name, {}).keys()
+        for row in (row for run in runs_of(segment.bucket, segment.slices()) for row in run.rows()):
+            name, at = row.name, _run_of(starts[row.name], row.start)
+            found = roles_of.get((name, at), set()) | roles_of.get((name, -1), set()) | others.get(name, {}).keys()
             check_kept(optimizer, name, found, wanted)
             for role, length in others.get(name, {}).items():
                 if length != keeps_of[kind].others.get(role):
@@ -331,28 +315,23 @@ def _check_states(
     check_all_or_none(optimizer, full, empty)
 
 
-def _roles_of(lengths: Mapping[str, int], scalars: Mapping[str, Any]) -> dict[str, set[str]]:
-    """The states that are there: by ``"<name>|<start>"`` the tensors, by name the numbers."""
-    found: dict[str, set[str]] = {}
-    for entry in lengths:
-        role, _, key = entry.partition("|")
-        if role != "parameter":
-            found.setdefault(key, set()).add(role)
+def _roles_of(lengths: _Runs[int], scalars: Iterable[str]) -> dict[tuple[str, int], set[str]]:
+    """The states that are there of each run of a parameter, by its name and start; numbers are at -1."""
+    found: dict[tuple[str, int], set[str]] = {}
+    for tensor, of in lengths.items():
+        role, _, name = tensor.partition("|")
+        for start in of if role != "parameter" else ():
+            found.setdefault((name, start), set()).add(role)
     for entry in scalars:
         role, _, name = entry.partition("/")
-        found.setdefault(name, set()).add(role)
+        found.setdefault((name, -1), set()).add(role)
     return found
 
 
-def _keys_of(segment: Segment, starts: Mapping[str, list[int]]) -> list[tuple[str, str]]:
-    runs = (row for run in runs_of(segment.bucket, segment.slices()) for row in run.rows())
-    return [(f"{p.name}|{_run_of(starts, p.name, p.start)}", p.name) for p in runs]
-
-
-def _wanted(optimizer: ZeroOptimizer) -> dict[str, int]:
-    """The length of each run of a parameter that this rank needs, by ``"<name>|<start>"``."""
-    found: dict[str, dict[int, int]] = {}
+def _wanted(optimizer: ZeroOptimizer) -> _Runs[int]:
+    """By name of a parameter the length of each run that this rank needs."""
+    found: _Runs[int] = {}
     for run in _runs(optimizer):
         for p in run.rows():
             found.setdefault(p.name, {})[p.start] = p.length
-    return _lengths(found)
+    return {name: _lengths(of) for name, of in found.items()}
