@@ -229,9 +229,9 @@ def test_states_that_come_back_to_other_memory_are_the_ones_that_train(
     cls: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a GPU what comes back lies elsewhere; here every way there and back makes a copy.
-    from zoo.zero.state import offload_states
+    from zoo.zero.state import optimizer_states
 
-    monkeypatch.setattr(offload_states, "leaves", lambda tensor: True)
+    monkeypatch.setattr(optimizer_states, "leaves", lambda tensor: True)
 
     def fn(rank: int, moves: bool) -> dict[str, torch.Tensor]:
         model = Blocks().to(dtype)
