@@ -110,6 +110,18 @@ class Bucket:
         self.parameters = BucketParameters(self, source)
         self.gradients = BucketGradients(self) if spec.trainable else None
 
+    def use_routes(self, routes: Routes) -> None:
+        """Travel so from now on; nothing is gathered or under way, and ``own.py`` has looked at them."""
+        packs, self.routes = routes.pack is not self.routes.pack, routes
+        if packs:
+            shard = self.parameters.shard
+            values = shard.read().clone()
+            shard.drop()
+            shard.pack = routes.pack
+            shard.set(values)
+        if self.gradients is not None:
+            self.gradients.travel()
+
     def new_guard(self, storage: torch.UntypedStorage) -> Guard:
         """For the parameters, whose memory is ``storage``."""
         return Guard(

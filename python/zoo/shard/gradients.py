@@ -62,8 +62,7 @@ class BucketGradients:
         self._storage = self.flat.untyped_storage()
         self._views = bucket.views(self.flat)
         self._split = bucket.placements.gradients.is_split
-        # A split gradient is dropped when it is reduced, and not written to again.
-        self._room = bucket.routes.room if self._split else None
+        self.travel()
         self.role = bucket.roles[GRADIENT] = bucket.new_gradient()
         # What a reduction makes here: [start, stop).
         self._range = (0, bucket.layout.size) if bucket.routes.reduces_whole else bucket.own_range()
@@ -107,6 +106,11 @@ class BucketGradients:
             self._waits = True
         else:
             self.open()
+
+    def travel(self) -> None:
+        """The bucket's routes are there, or are others now."""
+        # A split gradient is dropped when it is reduced, and not written to again.
+        self._room = self.bucket.routes.room if self._split else None
 
     def _attach(self) -> None:
         for parameter, view in zip(self.bucket.spec.parameters, self._views, strict=True):

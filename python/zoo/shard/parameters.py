@@ -53,8 +53,7 @@ class BucketParameters:
 
     def __init__(self, bucket: Bucket, source: RoleBuffer | None = None) -> None:
         self.bucket = bucket
-        self._routes = bucket.routes
-        self._route = self._routes.gather
+        self._route = bucket.routes.gather
         self.presence = _SHOWN
         self.secondary: torch.Tensor | None = None
         self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
@@ -78,7 +77,7 @@ class BucketParameters:
             parameter.grad = None
             self._guard.adopt(parameter, name, slot)
         if source is None:
-            self._routes.axes.world.broadcast(came).wait()
+            self.bucket.routes.axes.world.broadcast(came).wait()
         if came is not self.full:
             self._round(came)
         low, high = bucket.own_range() if bucket.partitioned else bucket.kept_range()
@@ -124,17 +123,18 @@ class BucketParameters:
         if shard.pack is not None:
             shard.pack.over(shard.stored()).to(device).start(spare, self._label).wait()
         else:
-            self._routes.gather.start(spare, shard.read().to(device), self._label).wait()
+            self.bucket.routes.gather.start(spare, shard.read().to(device), self._label).wait()
 
     def start(self, *, exact: bool = False) -> None:
         """Start gathering what is sharded, on all ranks."""
         if self.presence is not _SHARDED:
             raise self._cannot("a gather of the parameters", _SHARDED)
-        self._route = self._routes.exact if exact else self._routes.gather
+        routes = self.bucket.routes
+        self._route = routes.exact if exact else routes.gather
         self._guard.open()
         self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
-        if self.secondary is not None and self._routes.secondary is not None and not (exact and self.rounds):
-            self._handle = self._routes.secondary.start(self.full, self.secondary, self._label)
+        if self.secondary is not None and routes.secondary is not None and not (exact and self.rounds):
+            self._handle = routes.secondary.start(self.full, self.secondary, self._label)
         elif self.shard.values is not None and self.shard.values.device == self.full.device:
             self._handle = self._route.start(self.full, self.shard.values, self._label)
         elif self.shard.packed is not None:
@@ -166,12 +166,12 @@ class BucketParameters:
     @property
     def rounds(self) -> bool:
         """What is gathered is not exactly what the ranks keep."""
-        return self._routes.exact is not self._routes.gather
+        return self.bucket.routes.exact is not self.bucket.routes.gather
 
     @property
     def is_exact(self) -> bool:
         """What is gathered, if anything is, is what the ranks keep."""
-        return self._route is self._routes.exact or not self.rounds
+        return self._route is self.bucket.routes.exact or not self.rounds
 
     def show(self) -> None:
         """Let everybody use hidden parameters."""

@@ -50,6 +50,7 @@ from zoo.shard.values.writes import Writes
 if TYPE_CHECKING:
     from zoo.plan import Actions
     from zoo.shard.collectives.compressed import Switch
+    from zoo.shard.collectives.routes import Routes
     from zoo.shard.offload.scratch import Scratch
     from zoo.shard.runtime.gather_votes import GatherVotes
     from zoo.shard.runtime.residency import ResidencyPolicy
@@ -311,6 +312,23 @@ class ShardedModel:
         self.settle()
         self.runtime.residency.clear()
         self.runtime.residency.use(policy)
+
+    def use_routes(self, choose: Callable[[Bucket], Routes]) -> None:
+        """From now on each bucket travels, and is packed, as ``choose(bucket)`` says. Collective.
+
+        It returns ``dataclasses.replace(bucket.routes, gather=..., reduce=...)``, of whatever has the methods of
+        :class:`~zoo.shard.collectives.routes.Gather` and ``Reduce``; forecasts ask them too.
+
+        Raises:
+            ValueError: a bucket's routes cannot be changed so. CollectiveMismatchError: ranks chose otherwise.
+        """
+        from zoo.shard.collectives.own import use_routes
+
+        self.refuse_closed()
+        self.runtime.check_between("use_routes()")
+        self.settle()
+        self.runtime.residency.clear()
+        use_routes(self.buckets, choose, self.comm)
 
     def reduce(self) -> None:
         """Bring gradients that ``no_sync()`` or a window left on each rank to their mean. Collective.

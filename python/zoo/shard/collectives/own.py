@@ -1,0 +1,64 @@
+"""Routes of one's own in the place of those that the options chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from zoo.comm import raise_together
+from zoo.shard.agreement import described
+from zoo.shard.offload.tiers import Tier
+
+if TYPE_CHECKING:
+    from zoo.comm import Communicator
+    from zoo.shard.buckets import Bucket
+    from zoo.shard.collectives.routes import Routes
+
+_FIXED = ("axes", "secondary", "feedback", "reduces_whole", "switch")
+_WAYS = ("gather", "exact", "reduce", "pack")
+
+
+def use_routes(buckets: Sequence[Bucket], choose: Callable[[Bucket], Routes], comm: Communicator) -> None:
+    """Let each bucket travel as ``choose(bucket)`` says. Collective; nothing is gathered or under way.
+
+    Raises:
+        ValueError: a bucket's routes cannot be changed so. CollectiveMismatchError: ranks chose otherwise.
+    """
+    with raise_together(comm, "use_routes()"):
+        chosen = [choose(bucket) for bucket in buckets]
+        for bucket, routes in zip(buckets, chosen, strict=True):
+            _check(bucket, routes)
+    told = [[_told(getattr(routes, name)) for name in _WAYS] for routes in chosen]
+    comm.agree("the routes of buckets:", str(told), buckets[0].device)
+    for bucket, routes in zip(buckets, chosen, strict=True):
+        bucket.use_routes(routes)
+
+
+def _check(bucket: Bucket, routes: Routes) -> None:
+    before = bucket.routes
+    other = [name for name in _FIXED if getattr(routes, name) is not getattr(before, name)]
+    if other:
+        raise ValueError(
+            f"use_routes() was given routes of {bucket.label} with other {', '.join(other)}; what may change is "
+            f"{', '.join(_WAYS)}: dataclasses.replace(bucket.routes, gather=...) leaves the rest."
+        )
+    if routes.pack is before.pack:
+        return
+    if bucket.spec.trainable or not bucket.partitioned or bucket.placements.parameters.tier is Tier.NVME:
+        raise ValueError(
+            f"use_routes() was given another pack for {bucket.label}, which is "
+            f"{'trained' if bucket.spec.trainable else 'on NVMe' if bucket.partitioned else 'whole on each rank'}: what "
+            "packs chunks serves frozen parameters that are split (stage 3) and in memory."
+        )
+
+
+def _told(way: Any) -> str:
+    """A route as ranks compare it: its class and its numbers, and those of what it is made of."""
+    if not hasattr(way, "__dict__"):
+        return described(way)
+    inner = {
+        name: _told(value) if hasattr(value, "hops") else described(value)
+        for name, value in sorted(vars(way).items())
+        if hasattr(value, "hops") or isinstance(value, (bool, int, float, str, tuple))
+    }
+    return f"{type(way).__module__}.{type(way).__qualname__}{inner}"
