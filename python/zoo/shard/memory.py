@@ -102,9 +102,12 @@ class StepMemory(Memory):
 
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if not self.pools(numel * dtype.itemsize):
-            from zoo.kernels.storage import in_huge_pages
+            memory = torch.empty(numel, dtype=dtype)
+            if lends():
+                from zoo.kernels.storage import in_huge_pages
 
-            return in_huge_pages(torch.empty(numel, dtype=dtype))
+                in_huge_pages(memory)
+            return memory
         # A small buffer in the region of a large one would keep the next large one out of it.
         large = numel * dtype.itemsize > REGION_BYTES
         if large not in self._pools:

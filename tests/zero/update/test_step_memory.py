@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 import pytest
@@ -132,6 +133,13 @@ def test_large_gradients_lie_in_the_memory_that_the_ranks_share(stage: int) -> N
     for (one, no), (other, yes) in zip(plain, through, strict=True):
         assert all(map(torch.equal, one, other))
         assert (no, yes) == ([False] * 2, [True] * 2)
+
+
+def test_a_large_buffer_needs_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "lends", lambda: False)
+    monkeypatch.setitem(sys.modules, "zoo.kernels.storage", None)
+    size = memory.POOLED_BYTES + 8
+    assert memory.StepMemory().empty(size, torch.uint8, torch.device("cpu")).numel() == size
 
 
 def test_a_table_that_is_used_twice_opens_its_gradient_when_the_sum_of_both_arrives(
