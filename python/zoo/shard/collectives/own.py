@@ -44,11 +44,13 @@ def _check(bucket: Bucket, routes: Routes) -> None:
         )
     if routes.pack is before.pack:
         return
-    if bucket.spec.trainable or not bucket.partitioned or bucket.placements.parameters.tier is Tier.NVME:
+    where = "trained" if bucket.spec.trainable else "" if bucket.partitioned else "whole on each rank"
+    if not where and bucket.placements.parameters.tier is Tier.NVME:
+        where = "on NVMe"
+    if where:
         raise ValueError(
-            f"use_routes() was given another pack for {bucket.label}, which is "
-            f"{'trained' if bucket.spec.trainable else 'on NVMe' if bucket.partitioned else 'whole on each rank'}: what "
-            "packs chunks serves frozen parameters that are split (stage 3) and in memory."
+            f"use_routes() was given another pack for {bucket.label}, which is {where}: what packs chunks serves "
+            "frozen parameters that are split (stage 3) and in memory."
         )
 
 
