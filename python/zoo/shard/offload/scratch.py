@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from zoo import io
-from zoo.shard.memory import lends
 from zoo.shard.offload.heap import map_large_blocks
 from zoo.shard.offload.tiers import OffloadError
 
@@ -228,6 +227,8 @@ class Scratch:
     def __init__(
         self, handle: io.Handle, *, owned: bool, budget: HostBudget | None = None, pinned: bool = False
     ) -> None:
+        from zoo.shard.memory import lends  # that file stands on this package
+
         if budget is not None or not lends():
             map_large_blocks()
         self._budget = budget
