@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import os
@@ -86,17 +85,21 @@ def read_jsonl(folder: Path) -> list[Row]:
 
 def printed(call: Callable[[], object]) -> str:
     """What a command's function prints, and the processes that it starts."""
+    code: str | int | None = 0
     with tempfile.TemporaryFile("w+") as file:
         kept = os.dup(1)
         os.dup2(file.fileno(), 1)
         try:
-            with contextlib.suppress(SystemExit):
-                call()
+            call()
+        except SystemExit as end:
+            code = end.code
         finally:
             os.dup2(kept, 1)
             os.close(kept)
         file.seek(0)
-        return file.read()
+        text = file.read()
+    assert not code, f"the command ended with {code}, and printed: {text[-2000:]}"
+    return text
 
 
 def read_wandb(folder: Path) -> list[Row]:
