@@ -75,12 +75,18 @@ class Reductions:
             self._next += 1
 
     def _launch(self, gradients: BucketGradients) -> None:
+        alone = gradients.bucket.routes.axes.world.size == 1
+        if alone and not self._in_flight:  # it is over at once
+            self._executor.reduce(gradients.bucket, self._reduce_dtype)()
+            if self.follower is not None:
+                self.follower.reduced(gradients.bucket)
+            return
         while len(self._in_flight) >= self._num_in_flight:
             self._land()
         for older, _ in self._in_flight:
             older.advance()
         self._in_flight.append((gradients, self._executor.reduce(gradients.bucket, self._reduce_dtype)))
-        if gradients.bucket.routes.axes.world.size == 1:  # it is over already
+        if alone:
             self._land()
 
     def _land(self) -> None:
