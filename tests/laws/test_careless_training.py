@@ -7,16 +7,19 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.profiles import examples
 
+from zoo.shard import memory
+
 from .door_programs import Job, Use, programs, run_program
 from .doors import jobs
 
-drawn = jobs().flatmap(lambda job: st.tuples(st.just(job), programs(job)))
+drawn = jobs().flatmap(lambda job: st.tuples(st.just(job), programs(job), st.booleans()))
 
 
 @pytest.mark.hypothesis
@@ -25,9 +28,12 @@ def test_careless_training(record_property: Callable[[str, object], None]) -> No
 
     @examples(times=4)
     @given(drawn)
-    def check(given: tuple[Job, list[Use]]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            counts.update(run_program(*given, Path(folder)))
+    def check(given: tuple[Job, list[Use], bool]) -> None:
+        job, program, large = given
+        # As if each gradient were a large table's, which takes memory when it arrives.
+        pooled = 0 if large else memory.POOLED_BYTES
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(memory, "POOLED_BYTES", pooled):
+            counts.update(run_program(job, program, Path(folder)))
 
     check()
     share = counts["refused"] / counts["uses"]

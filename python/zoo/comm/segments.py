@@ -41,6 +41,7 @@ _FIRST_BYTES = 1 << 26
 
 
 def _fallocate(fd: int, mode: int, low: int, num_bytes: int) -> None:
+    """Linux's call; where it fails the pages stay."""
     call = ctypes.CDLL(None).fallocate
     call.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
     call(fd, mode, low, num_bytes)
@@ -193,11 +194,11 @@ class OwnSegment(_Mapped):
         self._rooms[address] = low, high
         rooms, refs, own = self._rooms, self._refs, weakref.ref(self)
 
-        def leave(_: object) -> None:
-            del rooms[address], refs[address]
+        def leave(_: object) -> None:  # on whatever thread
             segment = own()
             if segment is not None:  # otherwise its file is closed
-                segment._empty(low, high)
+                segment._empty(rooms, address)
+            del rooms[address], refs[address]
 
         refs[address] = weakref.ref(memory, leave)
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -210,12 +211,19 @@ class OwnSegment(_Mapped):
     def _free_what_is_read(self, peers: Sequence[_Mapped]) -> None:
         lent = self._lent
         for other in [n for n in lent if all(peer.has_read(self._rank, n) for peer in peers)]:
-            self._empty(*lent.pop(other))
+            self._empty(lent, other)
+            del lent[other]
 
-    def _empty(self, low: int, high: int) -> None:
-        """A block is left: if it is large, its pages take no memory until they are written to again."""
-        taken = *list(self._lent.values()), *list(self._rooms.values())
-        if high - low > _KEPT_BYTES and not any(begin < high and low < end for begin, end in taken):
+    def _empty(self, blocks: dict[int, tuple[int, int]], key: int) -> None:
+        """A block is about to be left: if it is large, its pages take no memory until they are written to again.
+
+        It is still taken, so that nobody writes there meanwhile.
+        """
+        low, high = blocks[key]
+        if high - low <= _KEPT_BYTES:
+            return
+        held = [(held is blocks and k == key, b) for held in (self._lent, self._rooms) for k, b in list(held.items())]
+        if not any(begin < high and low < end for is_this, (begin, end) in held if not is_this):
             low, high = -(-low // _PAGE) * _PAGE, high // _PAGE * _PAGE
             _fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, low, high - low)
 

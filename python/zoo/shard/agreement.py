@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -46,6 +46,21 @@ def described(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         return type(value).__name__ + described({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     return type(value).__name__
+
+
+def of_object(value: Any, is_part: Callable[[Any], bool] = lambda _: False) -> str:
+    """An object of the user's as ranks compare it: its class and its numbers and texts, and so what it is made of.
+
+    ``is_part``: whether an attribute is an object to be told in the same way; others that are no numbers are left out.
+    """
+    if not hasattr(value, "__dict__"):
+        return described(value)
+    told = {
+        name: of_object(item, is_part) if is_part(item) else described(item)
+        for name, item in sorted(vars(value).items())
+        if is_part(item) or isinstance(item, (*_PLAIN, list, tuple))
+    }
+    return f"{type(value).__module__}.{type(value).__qualname__} {told}"
 
 
 def of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

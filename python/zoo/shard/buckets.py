@@ -174,8 +174,6 @@ class Bucket:
         """Raise on all ranks unless all of them pass the same."""
         self.shard_group.agree(what, value, self.device)
 
-    # Chunks ----------------------------------------------------------------------------------------------------------
-
     # Names: buckets know a parameter by the one that it had at construction, everybody else by the one of now.
 
     def renamed(self, names: Mapping[int, str], logical: Callable[[str], str], units: Mapping[str, str]) -> None:
@@ -222,6 +220,8 @@ class Bucket:
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape on this rank of the parameter that construction found as ``name``."""
         return self.layout.tensors[self._slots[name]].shape
+
+    # Chunks ----------------------------------------------------------------------------------------------------------
 
     def own_range(self) -> tuple[int, int]:
         """[start, stop) of this rank's chunk in the flat buffer."""

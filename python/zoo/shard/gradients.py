@@ -18,7 +18,6 @@ import torch
 
 from zoo.comm import Handle, advance
 from zoo.shard.guard import CAN_REFUSE_STORAGE, allow_storage, grad_dtype, has_raw_grad, raw_grad, refuse_storage
-from zoo.shard.offload.tiers import Tier
 from zoo.shard.partitioned import PartitionedAccessError, PartitionedGradient, WholeGradient
 from zoo.shard.roles import GRADIENT
 
@@ -35,8 +34,6 @@ class Phase(enum.Enum):
 
 
 _IDLE, _ACCUMULATING, _LAUNCHED = Phase
-_GROWS = not CAN_REFUSE_STORAGE
-"""Nothing refuses to be written to."""
 
 
 class BucketGradients:
@@ -82,7 +79,7 @@ class BucketGradients:
         self._attach()
         self._free()
         self._waits = False  # for the first gradient that arrives: then it is opened
-        self._late_hooks = [] if bucket.memory.pools(bucket.num_gradient_bytes) else self._hook_arrivals()
+        self._arrivals = [] if bucket.memory.pools(bucket.num_gradient_bytes) else self._hook_arrivals()
 
     def _hook_arrivals(self) -> list[Any]:
         """Autograd adds up what several uses give before it adds that to the flat gradient: not both need memory."""
@@ -97,12 +94,12 @@ class BucketGradients:
 
     def unhook(self) -> None:
         """Its parameters are ordinary ones again."""
-        while self._late_hooks:
-            self._late_hooks.pop().remove()
+        while self._arrivals:
+            self._arrivals.pop().remove()
 
     def expect(self) -> None:
         """Gradients are about to arrive: make it ready, or ready to be made so by the first of them."""
-        if self._late_hooks and not self._here and self.phase is _IDLE:
+        if self._arrivals and not self._here and self.phase is _IDLE:
             self._waits = True
         else:
             self.open()
@@ -257,12 +254,12 @@ class BucketGradients:
         self._check_late()
         if self.phase is _LAUNCHED:
             self.phase = _IDLE
-        if _GROWS and self._has_strays():
+        if not CAN_REFUSE_STORAGE and self._has_strays():
             self._forget_strays()
             raise self._late()
 
     def _has_strays(self) -> bool:
-        """Where ``_GROWS``: autograd has made a gradient beside the flat one, which is freed."""
+        """Where nothing refuses to be written to: autograd has made a gradient beside the flat one, which is freed."""
         if self._here or not self.bucket.num_bytes:
             return False
         return any(map(has_raw_grad, self.bucket.spec.parameters))
@@ -322,7 +319,9 @@ class BucketGradients:
 
         A backward that leads to no output of a unit is not seen by any hook of ours.
         """
-        if self.phase is _IDLE and (self.flat._version != self._version or (_GROWS and self._has_strays())):
+        if self.phase is _IDLE and (
+            self.flat._version != self._version or (not CAN_REFUSE_STORAGE and self._has_strays())
+        ):
             self._version = self.flat._version
             self._forget_strays()
             raise self._stray()
@@ -349,7 +348,7 @@ class BucketGradients:
     def _new_mean(self) -> torch.Tensor:
         """(n,) memory for it."""
         role = self.role
-        if role.leaves_device and role.tier is Tier.NVME and role.device.type == "cpu":
+        if role.leaves_device and role.device.type == "cpu":  # on NVMe
             return role.buffer(role.numel, self.dtype)
         return self.bucket.memory.empty(role.numel, self.dtype, role.device)
 
@@ -359,8 +358,8 @@ class BucketGradients:
         self.role.put(mean)
 
     def _note_squares(self, mean: torch.Tensor) -> None:
-        if self.role.leaves_device:
-            self._squares = power_of(mean) if self.bucket.keep_norms else None
+        """Of a mean that leaves the device."""
+        self._squares = power_of(mean) if self.bucket.keep_norms else None
 
     # The reduced gradient, chunk by chunk ----------------------------------------------------------------------------
 
@@ -391,7 +390,8 @@ class BucketGradients:
             return
         with self.role.borrow() as mean:
             yield mean
-            self._note_squares(mean)
+            if self.role.leaves_device:
+                self._note_squares(mean)
 
     # What `parameter.grad` is ----------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from zoo import io
 from zoo.comm import Communicator, Recovery, raise_in_next, raise_together, report_uncaught
 from zoo.comm.failures import report
 from zoo.layout import enter_mesh
-from zoo.shard.agreement import CONSTRUCTION, agree, agree_on_kernels, all_ranks
+from zoo.shard.agreement import CONSTRUCTION, agree, agree_on_kernels, all_ranks, of_object
 from zoo.shard.buckets import Bucket, table_of
 from zoo.shard.collectives.choice import cannot_be_left, choose_routes
 from zoo.shard.config import ZeroConfig
@@ -307,8 +307,7 @@ class ShardedModel:
         self.refuse_closed()
         self.runtime.check_between("use_residency()")
         # Ranks that decide otherwise would wait for each other's gathers.
-        plain = {k: v for k, v in sorted(vars(policy).items()) if isinstance(v, (int, float, str, tuple, type(None)))}
-        self.comm.agree("the residency policy:", f"{type(policy).__qualname__} {plain}", self.buckets[0].device)
+        self.comm.agree("the residency policy:", of_object(policy), self.buckets[0].device)
         self.settle()
         self.runtime.residency.clear()
         self.runtime.residency.use(policy)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zoo.comm import raise_together
-from zoo.shard.agreement import described
+from zoo.shard.agreement import of_object
 from zoo.shard.offload.tiers import Tier
 
 if TYPE_CHECKING:
@@ -28,10 +28,11 @@ def use_routes(buckets: Sequence[Bucket], choose: Callable[[Bucket], Routes], co
         chosen = [choose(bucket) for bucket in buckets]
         for bucket, routes in zip(buckets, chosen, strict=True):
             _check(bucket, routes)
-    told = [[_told(getattr(routes, name)) for name in _WAYS] for routes in chosen]
+    told = [[of_object(getattr(routes, name), _travels) for name in _WAYS] for routes in chosen]
     comm.agree("the routes of buckets:", str(told), buckets[0].device)
-    for bucket, routes in zip(buckets, chosen, strict=True):
-        bucket.use_routes(routes)
+    with raise_together(comm, "use_routes()"):  # what packs may fail
+        for bucket, routes in zip(buckets, chosen, strict=True):
+            bucket.use_routes(routes)
 
 
 def _check(bucket: Bucket, routes: Routes) -> None:
@@ -54,13 +55,5 @@ def _check(bucket: Bucket, routes: Routes) -> None:
         )
 
 
-def _told(way: Any) -> str:
-    """A route as ranks compare it: its class and its numbers, and those of what it is made of."""
-    if not hasattr(way, "__dict__"):
-        return described(way)
-    inner = {
-        name: _told(value) if hasattr(value, "hops") else described(value)
-        for name, value in sorted(vars(way).items())
-        if hasattr(value, "hops") or isinstance(value, (bool, int, float, str, tuple))
-    }
-    return f"{type(way).__module__}.{type(way).__qualname__}{inner}"
+def _travels(value: Any) -> bool:
+    return hasattr(value, "hops")

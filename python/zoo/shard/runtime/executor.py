@@ -23,7 +23,7 @@ BYTES_UNDER_WAY = 4 << 20
 """Of this rank's shards that are published. Ranks that share memory keep so much of each other's there, and its pages
 stay."""
 
-_SHARDED, _UNSHARDING, _HIDDEN, _ = Presence
+_SHARDED, _UNSHARDING, _HIDDEN = Presence.SHARDED, Presence.UNSHARDING, Presence.HIDDEN
 
 
 class Watcher(Protocol):
