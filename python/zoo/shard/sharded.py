@@ -161,7 +161,13 @@ class ShardedModel:
         cfg = self.config
         with raise_in_next(lambda: self.comm, CONSTRUCTION):
             specs, plan, layout = plan_model(
-                self.module, units, cfg, precision=self.precision, group_of=group_of, sparse=self.sparse_gradients
+                self.module,
+                units,
+                cfg,
+                precision=self.precision,
+                group_of=group_of,
+                sparse=self.sparse_gradients,
+                mesh=self._ranks.mesh,
             )
             codes = {
                 name: p for b in plan if b.coded and not b.axes for name, p in zip(b.names, b.parameters, strict=True)

@@ -84,6 +84,7 @@ def plan_buckets(
     axes_of: Callable[[str, nn.Parameter], tuple[str, ...]] = lambda name, parameter: (),
     precision: Precision | None = None,
     is_table: Callable[[nn.Parameter], bool] = lambda parameter: False,
+    size_of: Callable[[nn.Parameter], int] = lambda parameter: parameter.numel(),
 ) -> list[BucketSpec]:
     """Coalesce the parameters of consecutive units into buckets of at most ``bucket_size`` elements.
 
@@ -93,7 +94,8 @@ def plan_buckets(
     between other ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
     open while they run, and would keep what it shares a bucket with gathered. The parameters of a
     bucket have one dtype, which ``precision`` says, and they came in one too; so have their gradients.
-    A parameter that ``is_table`` has a bucket of its own, and its ``row`` is set.
+    A parameter that ``is_table`` has a bucket of its own, and its ``row`` is set. ``size_of`` counts elements: ranks
+    with other parts of the same tensors get the same buckets only if they count alike.
     """
     precision = precision or Precision()
     buckets: list[BucketSpec] = []
@@ -102,8 +104,9 @@ def plan_buckets(
     for unit in units:
         own: dict[_Key, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters.items():
-            resident = parameter.numel() <= persistence_threshold and parameter.numel() <= budget
-            budget -= parameter.numel() if resident else 0
+            size = size_of(parameter)
+            resident = size <= persistence_threshold and size <= budget
+            budget -= size if resident else 0
             dtypes = compute_dtype(parameter, precision.param), parameter.dtype
             axes = axes_of(name, parameter)
             table = name if is_table(parameter) else ""
@@ -111,9 +114,9 @@ def plan_buckets(
             own.setdefault(key, []).append((name, parameter))
         alone = any(o is not unit and (unit.name == "" or o.name.startswith(unit.name + ".")) for o in units)
         for key, members in own.items():
-            size = sum(p.numel() for _, p in members)
+            size = sum(size_of(p) for _, p in members)
             spec = still_open.get(key)
-            if alone or spec is None or spec.numel + size > bucket_size:
+            if alone or spec is None or sum(map(size_of, spec.parameters)) + size > bucket_size:
                 (dtype, original), trainable, resident, axes, table, cls = key
                 spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes, came_in=original, cls=cls)
                 if trainable and precision.accumulate is not dtype:

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zoo.layout import logical_name
+from zoo.layout import logical_name, split_of
 from zoo.shard.placement.families import family_of
 from zoo.shard.placement.packing import BucketSpec, plan_buckets
 from zoo.shard.placement.precision import COMPUTES, Precision
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 def plan_model(
     module: nn.Module, units: UnitChoice | None, config: ZeroConfig, *, precision: Precision,
-    group_of: Callable[[nn.Parameter], int], sparse: bool,
+    group_of: Callable[[nn.Parameter], int], sparse: bool, mesh: Any = None,
 ) -> tuple[list[UnitSpec], list[BucketSpec], str]:  # fmt: skip
     """Units, buckets, and a digest of their layout, by which ranks tell that they have the same."""
     specs = find_units(module, units)
@@ -37,6 +39,7 @@ def plan_model(
         axes_of=lambda name, parameter: family_of(parameter),
         precision=precision,
         is_table=find_tables(module) if sparse else lambda parameter: False,
+        size_of=partial(_size, mesh),
     )
     for spec in plan:
         spec.logical = {name: logical_name(module, name) for name in spec.names}
@@ -45,6 +48,14 @@ def plan_model(
         for b in plan
     ]  # fmt: skip
     return specs, plan, hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
+
+
+def _size(mesh: Any, parameter: nn.Parameter) -> int:
+    """Elements; of a part the mean of all parts, rounded up: parts may be uneven, and no rank sees the others'."""
+    split = split_of(parameter)
+    if mesh is None or split.shape is None or not set(split.axes) <= set(mesh.mesh_dim_names or ()):
+        return parameter.numel()
+    return -(-math.prod(split.shape) // math.prod(mesh.size(mesh.mesh_dim_names.index(axis)) for axis in split.axes))
 
 
 _log = logging.getLogger("zoo.zero")

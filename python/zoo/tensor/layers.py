@@ -1,0 +1,147 @@
+"""Layers of which every rank has a part: what a linear layer or an embedding becomes, keeping its place and names.
+
+A module keeps its identity, its parameters and hooks and gets another class, a subclass of its own; so ``isinstance``
+and names stay true. Its parameters are parts of whole ones, and say so (``zoo.layout.declare_split``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from zoo.tensor.plans import Cut
+from zoo.tensor.region import Region
+from zoo.tensor.shares import Run
+
+_STATE = "_zoo_tensor"
+
+
+@dataclass
+class Part:
+    """What a layer knows of its part.
+
+    Attributes:
+        region: the ways in and out. cut: of the dealt dim. sizes: of every rank's part, where outputs are gathered.
+        rows: the rows of a whole weight that this rank multiplies by; None: the weight is the part.
+        take: the order in which the model sees outputs, of the rows that are multiplied; None as they are.
+        turned: the weight is (in, out), not (out, in).
+    """
+
+    region: Region
+    cut: Cut
+    turned: bool = False
+    rows: tuple[Run, ...] | None = None
+    take: tuple[Run, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+    scatter: bool = False
+
+
+def part_of(module: nn.Module) -> Part | None:
+    """Of a layer; None for one that is whole."""
+    found: Part | None = module.__dict__.get(_STATE)
+    return found
+
+
+def become(module: nn.Module, kind: type[nn.Module], part: Part) -> None:
+    """Give ``module`` the forward of ``kind``: its class becomes a subclass of both."""
+    own = type(module)
+    known = _CLASSES.get((kind, own))
+    if known is None:
+        # A subclass that scales what an embedding finds calls its base: the part comes after it.
+        bases = (kind,) if own in kind.__bases__ else (own, kind) if issubclass(own, nn.Embedding) else (kind, own)
+        known = _CLASSES[kind, own] = type(f"{kind.__name__}{own.__name__}", bases, {"__module__": kind.__module__})
+    module.__class__ = known
+    module.__dict__[_STATE] = part
+
+
+_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+"""One for each pair, so that a compiler sees one class for equal layers."""
+
+
+def _at(weight: torch.Tensor, runs: Sequence[Run], dim: int) -> torch.Tensor:
+    """Runs of a dim, side by side; a view where it is one."""
+    parts = [weight.narrow(dim, start, stop - start) for start, stop in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _product(part: Part, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, weight.t() if part.turned else weight, bias)
+
+
+class Column(nn.Module):
+    """y = x W_r^T + b_r with this rank's rows; x is whole.
+
+    Shapes: x (…, C), y (…, rows of this rank as the model sees them), or (…, all rows) where outputs are gathered.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part: Part = self.__dict__[_STATE]
+        weight, bias = self.weight, self.bias
+        if part.rows is not None:
+            weight = _at(weight, part.rows, 1 if part.turned else 0)
+            bias = None if bias is None else _at(bias, part.rows, 0)
+        y = _product(part, part.region.enter(x), weight, bias)
+        if part.take is not None:
+            y = _at(y, part.take, -1)
+        if part.sizes is not None and not self.__dict__.get(KEEP, False):
+            y = part.region.gather(y, list(part.sizes))
+        return y
+
+
+class Row(nn.Module):
+    """y = Σ over ranks of x_r W_r^T, + b once. Shapes: x (…, this rank's features), y (…, C)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part: Part = self.__dict__[_STATE]
+        if part.scatter:
+            ((start, stop),) = part.cut.runs
+            x = part.region.scatter(x, start, stop)
+        y = part.region.leave(_product(part, x, self.weight, None))
+        return y if self.bias is None else y + self.bias
+
+
+class Vocabulary(nn.Embedding):
+    """y = Σ over ranks of what each finds: words of other ranks are zeros. Shapes: ids (…), y (…, C)."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        part: Part = self.__dict__[_STATE]
+        ((start, stop),) = part.cut.runs
+        elsewhere = (ids < start) | (ids >= stop)
+        padding = self.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < stop else None
+        _check_ids(ids, part.cut.total)
+        found = F.embedding((ids - start).masked_fill(elsewhere, 0), self.weight, padding)
+        return part.region.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+
+def _check_ids(ids: torch.Tensor, total: int) -> None:
+    """What no rank has would be zeros in silence."""
+    known = ((ids >= 0) & (ids < total)).all()
+    if ids.device.type != "cpu":  # nothing waits for the device
+        torch._assert_async(known, f"ids outside of a vocabulary of {total}")
+    elif not bool(known):
+        raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())}, of a vocabulary of {total}.")
+
+
+class Features(nn.Embedding):
+    """y = this rank's features of each row: no rank needs another's. Shapes: ids (…), y (…, features of this rank)."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        part: Part = self.__dict__[_STATE]
+        y = F.embedding(ids, self.weight, self.padding_idx)
+        return y if part.take is None else _at(y, part.take, -1)
+
+
+KEEP = "_zoo_keeps_parts"
+"""Set on a layer for the time of a forward whose loss takes the parts of outputs."""

@@ -1,0 +1,124 @@
+"""What goes in and out of the region where ranks of the axis ``tensor`` have different heads and features.
+
+Megatron-LM (Shoeybi et al. 2019, section 3) writes f for the way in, the identity whose gradient is a sum over ranks,
+and g for the way out, a sum whose gradient is the identity. A block of attention has one of each, and so has a
+perceptron: two sums of (B, T, C) a layer in forward, two in backward.
+
+Queries, keys and values are projections of one input. Their ways in are one: its gradients are added here first, and
+then over ranks once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zoo.comm import Communicator
+
+
+class Region:
+    """The ways in and out of one model on one rank.
+
+    Args:
+        comm: the ranks of the axis ``tensor``, each with the same tokens.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._entered: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        if id(self) not in memo:
+            memo[id(self)] = Region(self.comm)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """x, whose gradient is the sum of all ranks'. Of the same x as before, with nothing left in between, it is the
+        tensor of before."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        before = self._entered
+        if before is not None and before[0] is x and before[1] == x._version:
+            return before[2]
+        entered: torch.Tensor = _Enter.apply(x, self.comm)
+        self._entered = (x, x._version, entered)
+        return entered
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """Σ over ranks of x, in the memory of ``x`` where that is contiguous; gradients pass as they are."""
+        self._entered = None
+        found: torch.Tensor = _Leave.apply(x.contiguous(), self.comm)
+        return found
+
+    def gather(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """(…, Σ sizes): the last dims of all ranks, side by side; of the gradient each rank takes its own part.
+
+        Whatever is computed from it, all ranks have to compute alike.
+
+        Args:
+            x: (…, sizes[rank]). sizes: of every rank.
+        """
+        self._entered = None
+        found: torch.Tensor = _Gather.apply(x, self.comm, sizes)
+        return found
+
+    def scatter(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """x[…, start:stop] of a whole x that every rank has; ranks' gradients of it are added up."""
+        return self.enter(x)[..., start:stop]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        return x.detach()  # no view: writing to x later says what it would without the way in
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Sum.apply(grad, ctx.comm), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        ctx.mark_dirty(x)
+        comm.all_reduce(x).wait()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class _Sum(torch.autograd.Function):
+    """Of a gradient. Its own gradient is the sum again: the way in is linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        out = x.clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(out).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, sizes: list[int]) -> torch.Tensor:
+        ctx.mine = slice(sum(sizes[: comm.rank]), sum(sizes[: comm.rank + 1]))
+        rows, most = x.numel() // max(x.shape[-1], 1), max(sizes)
+        mine = x.new_zeros(rows, most)
+        mine[:, : x.shape[-1]] = x.reshape(rows, -1)
+        everyone = x.new_empty(comm.size, rows, most)
+        comm.all_gather(everyone.view(-1), mine.view(-1), label="outputs").wait()
+        parts = [everyone[rank, :, :size] for rank, size in enumerate(sizes)]
+        return torch.cat(parts, dim=-1).view(*x.shape[:-1], sum(sizes))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad[..., ctx.mine].contiguous(), None, None

@@ -1,0 +1,272 @@
+"""A plan put into a model: every rank keeps its parts, and layers know of the others.
+
+``split`` may be given a model with values, the same ones on all ranks, or one on the meta device, whose parts are then
+loaded (:mod:`zoo.tensor.loading`). Nothing is changed before everything was checked.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.comm import Communicator
+from zoo.layout import Box, Boxes, declare_partial, declare_split
+from zoo.tensor.dims import Dims
+from zoo.tensor.layers import Column, Features, Part, Row, Vocabulary, become, part_of
+from zoo.tensor.plans import AXIS, Count, Cut, Plan, Rule, Take, matches
+from zoo.tensor.region import Region
+
+LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", "FalconLinear")
+TURNED = ("Conv1D",)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Of one module."""
+
+    path: str
+    module: nn.Module
+    rule: Rule
+    kind: type[nn.Module] | None
+    part: Part | None
+    parameters: tuple[tuple[nn.Parameter, int, Cut | None], ...]
+    """(parameter, dim, what of it stays; None for all of it, with a part of the gradient)"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Who splits: ``comm`` the ranks of the axis, ``training`` with gradients, ``grain`` of hidden features."""
+
+    comm: Communicator
+    training: bool
+    grain: int
+
+
+def split(
+    model: nn.Module, plan: Plan, mesh: Any, *, training: bool = True, grain: int = 1, axis: str = AXIS
+) -> Region:
+    """Leave on every rank its part of ``model``, in place. Collective over the axis, for its communicator.
+
+    Args:
+        model: on any device, the same on all ranks.
+        plan: its rules; patterns count from ``model``.
+        mesh: a DeviceMesh with the axis ``axis``, or a Communicator of its ranks.
+        training: keys and values that several ranks need stay whole on each, so that there is one of each to update.
+            Else each rank has copies of those that it needs.
+        grain: hidden features and the vocabulary are dealt in multiples of this.
+
+    Returns:
+        The region, for a loss over parts.
+
+    Raises:
+        ValueError: the plan does not fit the model or the degree. Nothing was changed.
+    """
+    comm = mesh if isinstance(mesh, Communicator) else Communicator.of_axes(mesh, [axis])
+    setting, region = Setting(comm, training, grain), Region(comm)
+    changes = _changes(model, plan, setting, region)
+    counts = _counts(model, plan, setting)
+    takes = _takes(model, plan, setting)
+    if comm.size == 1:
+        return region
+    done: dict[int, str] = {}
+    for change in changes:
+        for parameter, dim, cut in change.parameters:
+            if done.setdefault(id(parameter), change.path) == change.path:
+                _cut(parameter, dim, cut, axis)
+        if change.kind is not None and change.part is not None:
+            become(change.module, change.kind, change.part)
+            _resize(change.module, change.part, change.kind)
+    for apply in [*counts, *takes]:
+        apply()
+    return region
+
+
+def _changes(model: nn.Module, plan: Plan, setting: Setting, region: Region) -> list[_Change]:
+    found, fitting = [], set()
+    for path, module in model.named_modules():
+        rule = plan.rule_of(path)
+        if rule is None:
+            continue
+        fitting.add(rule.module)
+        if part_of(module) is not None:
+            raise ValueError(f"{path} is split already; a model is split once.")
+        found.append(_change(path, module, rule, plan, setting, region))
+    missing = [rule.module for rule in plan.rules if rule.module not in fitting]
+    if missing:
+        paths = [path for path, module in model.named_modules() if path and not list(module.children())]
+        raise ValueError(
+            f"plan {plan.name!r} has rules for {', '.join(missing)}, and the model has no such modules; it has "
+            f"{', '.join(paths[:6])}, …"
+        )
+    _check_ties(found)
+    return found
+
+
+def _change(
+    path: str, module: nn.Module, rule: Rule, plan: Plan, setting: Setting, region: Region
+) -> _Change:  # fmt: skip
+    parameters = dict(module.named_parameters(recurse=False))
+    for name, parameter in parameters.items():
+        if type(parameter) is not nn.Parameter:
+            raise ValueError(
+                f"{path}.{name} is a {type(parameter).__name__}; split a model before its parameters are partitioned "
+                "or quantised."
+            )
+    if rule.partial:
+        return _Change(path, module, rule, None, None, tuple((p, 0, None) for p in parameters.values()))
+    turned = _is_turned(path, module)
+    weight = parameters["weight"]
+    embedding = isinstance(module, nn.Embedding)
+    dim = int(bool(rule.columns)) if not turned else int(bool(rule.rows))
+    total = weight.shape[dim]
+    comm = setting.comm
+    cut = plan.cut(rule, total, comm.size, comm.rank, setting.grain)
+    stays = cut.shared and setting.training
+    part = Part(region, cut, turned=turned, take=cut.take, rows=cut.runs if stays else None, scatter=rule.scatter)
+    if rule.gather:
+        sizes = [plan.cut(rule, total, comm.size, rank, setting.grain) for rank in range(comm.size)]
+        part.sizes = tuple(other.size for other in sizes)
+    if (stays or cut.take) and (rule.columns or embedding):
+        raise ValueError(
+            f"{path}: at degree {comm.size} ranks have heads of {rule.columns or rule.rows!r} in common, which only "
+            "the rows of a linear layer can have."
+        )
+    if (rule.gather or rule.scatter or (embedding and rule.rows)) and len(cut.runs) > 1:
+        raise ValueError(f"{path}: its part is {len(cut.runs)} ranges; a vocabulary, or what is gathered, is one.")
+    kind = _kind(path, module, rule)
+    of_weight = (weight, dim, None if stays else cut)
+    of_bias = [(parameters["bias"], 0, None if stays else cut)] if rule.rows and "bias" in parameters else []
+    return _Change(path, module, rule, kind, part, (of_weight, *of_bias))
+
+
+def _is_turned(path: str, module: nn.Module) -> bool:
+    name = type(module).__name__
+    linear = type(module) is nn.Linear or (isinstance(module, nn.Linear) and name in LINEAR)
+    if not (linear or name in TURNED or isinstance(module, nn.Embedding)):
+        raise ValueError(
+            f"{path} is a {name}; a plan cuts torch.nn.Linear and Embedding, and transformers' Conv1D. For another "
+            "layer with their mathematics, replace it by one of these."
+        )
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
+        raise ValueError(f"{path}: max_norm, sparse and scale_grad_by_freq of an embedding are not for parts of it.")
+    return name in TURNED
+
+
+def _kind(path: str, module: nn.Module, rule: Rule) -> type[nn.Module]:
+    if isinstance(module, nn.Embedding):
+        return Vocabulary if rule.rows else Features
+    return Column if rule.rows else Row
+
+
+def _check_ties(changes: Iterable[_Change]) -> None:
+    """Raise ValueError where a parameter of two modules is cut in two ways, or one of them is in no rule."""
+    first: dict[int, tuple[str, int, Any]] = {}
+    for change in changes:
+        for parameter, dim, cut in change.parameters:
+            path, *other = first.setdefault(id(parameter), (change.path, dim, cut))
+            if other != [dim, cut]:
+                raise ValueError(
+                    f"{path} and {change.path} have one parameter, and the plan cuts it in two ways; a tied head is "
+                    "cut as its embedding is: rows='vocab', cut='vocab'."
+                )
+
+
+def _cut(parameter: nn.Parameter, dim: int, cut: Cut | None, axis: str) -> None:
+    if cut is None:
+        declare_partial(parameter, [axis])
+        return
+    whole = tuple(parameter.shape)
+    parts = [parameter.detach().narrow(dim, start, stop - start) for start, stop in cut.runs]
+    parameter.data = torch.cat(parts, dim)  # memory of its own: the whole one is given back
+    boxes = []
+    for start, stop in cut.runs:
+        offsets, sizes = [0] * len(whole), list(whole)
+        offsets[dim], sizes[dim] = start, stop - start
+        boxes.append(Box(tuple(offsets), tuple(sizes)))
+    declare_split(parameter, [axis], shape=whole, boxes=Boxes.side_by_side(boxes, dim))
+
+
+def _resize(module: nn.Module, part: Part, kind: type[nn.Module]) -> None:
+    names = {Column: "out_features", Row: "in_features", Vocabulary: "num_embeddings", Features: "embedding_dim"}
+    name = {"out_features": "nf", "in_features": "nx"}[names[kind]] if part.turned else names[kind]
+    if part.sizes is None and part.rows is None and hasattr(module, name):
+        setattr(module, name, part.cut.size)
+
+
+def _counts(model: nn.Module, plan: Plan, setting: Setting) -> list[Callable[[], None]]:
+    found: list[Callable[[], None]] = []
+    share = plan.share(setting.comm.size, setting.comm.rank, setting.grain)
+    for count in plan.counts:
+        value = 1
+        for factor in Dims.parse(count.dims).factors:
+            if isinstance(factor, tuple):
+                raise ValueError(f"{count}: a product of dims, without brackets.")
+            size = share.size(factor.name) if factor.size is None else factor.size
+            if size is None:
+                raise ValueError(f"{count}: the plan has no size for {factor.name!r}.")
+            value *= size
+        for path, module in _modules(model, count.module, count):
+            found.append(_counting(path, module, count, value))
+    return found
+
+
+def _counting(path: str, module: nn.Module, count: Count, value: int) -> Callable[[], None]:
+    holder, _, name = count.attribute.rpartition(".")
+    owner = getattr(module, holder, None) if holder else module
+    if not hasattr(owner, name):
+        raise ValueError(f"{path} has no attribute {count.attribute!r}, which plan and model have to agree on.")
+
+    def apply() -> None:
+        if not holder:
+            setattr(module, name, value)
+            return
+        own = copy.copy(getattr(module, holder))
+        setattr(own, name, value)
+        setattr(module, holder, own)
+
+    return apply
+
+
+def _takes(model: nn.Module, plan: Plan, setting: Setting) -> list[Callable[[], Any]]:
+    return [
+        partial(module.register_forward_pre_hook, _Taking(take, plan, setting), with_kwargs=True)
+        for take in plan.takes
+        for _, module in _modules(model, take.module, take)
+    ]
+
+
+class _Taking:
+    """A hook that gives a module its own part of an argument. Arguments without gradients only: slopes, masks."""
+
+    def __init__(self, take: Take, plan: Plan, setting: Setting) -> None:
+        self._take, self._plan, self._setting = take, plan, setting
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Taking:
+        return self
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, comm = self._take.argument, self._setting.comm
+        given = args[name] if isinstance(name, int) and name < len(args) else kwargs.get(str(name))
+        if not isinstance(given, torch.Tensor):
+            return None
+        if given.requires_grad:
+            raise ValueError(f"{self._take}: it needs a gradient, which would be this rank's alone.")
+        dims = Dims.parse(self._take.dims).resolved(dict(self._plan.sizes), given.shape[self._take.dim], str(name))
+        runs = dims.runs(self._take.cut, self._plan.share(comm.size, comm.rank, self._setting.grain))
+        mine = torch.cat([given.narrow(self._take.dim, start, stop - start) for start, stop in runs], self._take.dim)
+        if isinstance(name, int):
+            return (*args[:name], mine, *args[name + 1 :]), kwargs
+        return args, {**kwargs, name: mine}
+
+
+def _modules(model: nn.Module, pattern: str, of: Any) -> list[tuple[str, nn.Module]]:
+    found = [(path, module) for path, module in model.named_modules() if matches(pattern, path)]
+    if not found:
+        raise ValueError(f"{of}: the model has no such module.")
+    return found
