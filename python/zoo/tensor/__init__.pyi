@@ -1,3 +1,6 @@
+from .loss import Parts as Parts
+from .loss import cross_entropy as cross_entropy
+from .loss import in_parts as in_parts
 from .plans import AXIS as AXIS
 from .plans import Count as Count
 from .plans import Cut as Cut

@@ -55,7 +55,8 @@ def _size(mesh: Any, parameter: nn.Parameter) -> int:
     split = split_of(parameter)
     if mesh is None or split.shape is None or not set(split.axes) <= set(mesh.mesh_dim_names or ()):
         return parameter.numel()
-    return -(-math.prod(split.shape) // math.prod(mesh.size(mesh.mesh_dim_names.index(axis)) for axis in split.axes))
+    sizes: list[int] = [mesh.size(mesh.mesh_dim_names.index(axis)) for axis in split.axes]
+    return -(-math.prod(split.shape) // math.prod(sizes))
 
 
 _log = logging.getLogger("zoo.zero")
