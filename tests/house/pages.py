@@ -228,6 +228,7 @@ RANKS = {
     "python/zoo/nn/README.md": 2,
     **dict.fromkeys(OF_ZERO, 2),
     "python/zoo/shard/init/README.md": 2,
+    "python/zoo/tensor/README.md": 2,
 }
 """Simulated ranks; one elsewhere. Eight for an example with a mesh of eight."""
 

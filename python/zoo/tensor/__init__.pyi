@@ -1,3 +1,6 @@
+from .loading import load as load
+from .loading import parameters_on_meta as parameters_on_meta
+from .loading import slices as slices
 from .loss import Parts as Parts
 from .loss import cross_entropy as cross_entropy
 from .loss import in_parts as in_parts

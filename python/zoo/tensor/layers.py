@@ -25,7 +25,8 @@ class Part:
     """What a layer knows of its part.
 
     Attributes:
-        region: the ways in and out. cut: of the dealt dim. sizes: of every rank's part, where outputs are gathered.
+        region: the ways in and out. cut: of the dealt dim. dim: which dim of the weight that is.
+        sizes: of every rank's part, where outputs are gathered.
         rows: the rows of a whole weight that this rank multiplies by; None: the weight is the part.
         take: the order in which the model sees outputs, of the rows that are multiplied; None as they are.
         turned: the weight is (in, out), not (out, in).
@@ -33,6 +34,7 @@ class Part:
 
     region: Region
     cut: Cut
+    dim: int = 0
     turned: bool = False
     rows: tuple[Run, ...] | None = None
     take: tuple[Run, ...] | None = None

@@ -113,6 +113,7 @@ class Cut:
         runs: [start, stop) of the whole dim, each row once.
         take: in what order the model's code sees those rows, as [start, stop) of them; None: as they are.
         shared: other ranks have some of them too.
+        before: [start, stop) of what ranks with lower numbers have; empty unless ``shared``.
         total: the size of the whole dim.
     """
 
@@ -120,6 +121,7 @@ class Cut:
     take: tuple[Run, ...] | None
     shared: bool
     total: int
+    before: tuple[Run, ...] = ()
 
     @property
     def size(self) -> int:
@@ -206,7 +208,10 @@ class Plan:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{number} {name}" for name, number in self.sizes)
-        lines = [f"plan {self.name}: {sizes}", *map(str, (*self.rules, *self.counts, *self.takes))]
+        lines = [
+            f"plan {self.name}: {sizes}" if sizes else f"plan {self.name}",
+            *map(str, (*self.rules, *self.counts, *self.takes)),
+        ]
         return "\n  ".join(lines)
 
 
@@ -231,7 +236,8 @@ def _cut(plan: Plan, rule: Rule, total: int, degree: int, rank: int, grain: int)
     if covered != [(0, total)]:
         raise AssertionError(f"{rule} leaves out rows of {total} at degree {degree}: {covered}")
     size = sum(stop - start for found, _ in everyone for start, stop in found)
-    return Cut(tuple(runs), None if take is None else tuple(take), size > total, total)
+    before, _ = stored([run for found, _ in everyone[:rank] for run in found]) if size > total else ([], None)
+    return Cut(tuple(runs), None if take is None else tuple(take), size > total, total, tuple(before))
 
 
 @lru_cache(maxsize=4096)

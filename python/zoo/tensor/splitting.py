@@ -128,7 +128,7 @@ def _change(
     comm = setting.comm
     cut = plan.cut(rule, total, comm.size, comm.rank, setting.grain)
     stays = cut.shared and setting.training
-    part = Part(region, cut, turned=turned, take=cut.take, rows=cut.runs if stays else None, scatter=rule.scatter)
+    part = Part(region, cut, dim, turned=turned, take=cut.take, rows=cut.runs if stays else None, scatter=rule.scatter)
     if rule.gather:
         sizes = [plan.cut(rule, total, comm.size, rank, setting.grain) for rank in range(comm.size)]
         part.sizes = tuple(other.size for other in sizes)

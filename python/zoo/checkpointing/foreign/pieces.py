@@ -15,6 +15,10 @@ from zoo.checkpointing.errors import CheckpointError, MissingStateError
 from zoo.checkpointing.foreign.unpickling import Unknown
 from zoo.layout import Box, tiles
 
+_SHORT_BYTES = 256
+"""Runs of fewer bytes are read with what is between them: a read of their own costs more than the bytes."""
+_SLAB_BYTES = 4 << 20
+
 
 class Elements(Protocol):
     """What is stored of a tensor: read in runs of its row-major order."""
@@ -216,7 +220,8 @@ class ForeignCheckpoint:
     def read_box(self, name: str, role: str, box: Box) -> torch.Tensor:
         """The elements of a box of a tensor in one role: of the shape ``box.sizes``.
 
-        Read are the elements from its first to its last.
+        Read are its runs, where they are long enough; else what is between them too, a few MiB at a time. So a rank
+        that wants some columns of a large matrix neither reads nor holds the others.
 
         Raises:
             MissingStateError, CheckpointError: as :meth:`read`.
@@ -229,9 +234,22 @@ class ForeignCheckpoint:
             )
         if not box.numel:
             return torch.empty(box.sizes, dtype=dtype)
-        start = whole.number_of(box.offsets)
-        stop = whole.number_of([stop - 1 for stop in box.stops]) + 1
-        return self.read(name, role, start, stop - start).as_strided(box.sizes, whole.strides).clone()
+        out = torch.empty(box.sizes, dtype=dtype)
+        if box.is_run_in(whole.sizes):
+            return self.read(name, role, whole.number_of(box.offsets), box.numel).view(box.sizes)
+        length = next(length for _, length in box.runs_in(whole.sizes))
+        if length * dtype.itemsize >= _SHORT_BYTES and (name, role) not in self._boxes:
+            flat = out.view(-1)
+            for number, (start, _) in enumerate(box.runs_in(whole.sizes)):
+                flat[number * length : (number + 1) * length] = self.read(name, role, start, length)
+            return out
+        for part in _slabs(box, whole.strides[0] * dtype.itemsize):
+            start = whole.number_of(part.offsets)
+            stop = whole.number_of([stop - 1 for stop in part.stops]) + 1
+            at = part.offsets[0] - box.offsets[0]
+            found = self.read(name, role, start, stop - start)
+            out[at : at + part.sizes[0]] = found.as_strided(part.sizes, whole.strides)
+        return out
 
     def tensor(self, name: str, role: str = "parameter") -> torch.Tensor:
         """A whole tensor in one role, in its shape."""
@@ -288,3 +306,11 @@ class ForeignCheckpoint:
                     out[at - start : at - start + count] = found[:count]
                     found = found[count:]
         return out
+
+
+def _slabs(box: Box, row_bytes: int) -> Iterable[Box]:
+    """A box in parts along its first dim, of which each spans a few MiB of the whole tensor."""
+    rows = max(_SLAB_BYTES // max(row_bytes, 1), 1)
+    first, last = box.offsets[0], box.stops[0]
+    for start in range(first, last, rows):
+        yield Box((start, *box.offsets[1:]), (min(rows, last - start), *box.sizes[1:]))

@@ -1,0 +1,242 @@
+"""Each rank reads its own boxes into a split model, and nobody holds the whole one.
+
+    with parameters_on_meta():
+        model = LlamaForCausalLM(config)
+    split(model, plan, mesh)
+    with load_safetensors(folder) as source:     # or any checkpoint of zoo.checkpointing
+        load(model, source)
+
+What is read is whatever parameters say they are (``zoo.layout.declare_split``), so any degree reads what any other
+wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from zoo.comm import Communicator, together
+from zoo.layout import Box, Boxes, StateSlice, boxes_of, logical_name, split_of
+from zoo.tensor.layers import part_of
+
+_PIECE_BYTES = 4 << 20
+
+
+class Source(Protocol):
+    """A checkpoint that reads boxes of whole tensors: zoo's own, or what the readers of zoo.checkpointing open."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def roles(self) -> Mapping[str, Mapping[str, str]]: ...
+    def read_box(self, name: str, role: str, box: Box) -> torch.Tensor: ...
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """What this thread makes in the block has parameters without memory; buffers have theirs.
+
+    A parameter is made and given up at once, before anything is written to it by ``reset_parameters``; so no whole
+    tensor takes memory, where layers make theirs with ``torch.empty``.
+    """
+    thread = threading.get_ident()
+
+    def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or threading.get_ident() != thread or parameter.is_meta:
+            return None
+        found = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        found.__dict__.update(parameter.__dict__)
+        return found
+
+    hook: Any = moved
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@dataclass
+class _Wanted:
+    """A tensor of the model, under all of its names, and where modules have it."""
+
+    names: list[str]
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    role: str
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def load(
+    model: nn.Module, source: Source, *, comm: Communicator | None = None, strict: bool = True,
+    rename: Callable[[str], str] | None = None, device: torch.device | str = "cpu",
+) -> list[str]:  # fmt: skip
+    """Fill a model, split or not, from whole tensors. Collective over ``comm`` where it is given.
+
+    Args:
+        model: with values, which are written over, or on the meta device.
+        source: names are those of the model; where all of them lack its ``base_model_prefix``, or have it and the model
+            does not, that is taken into account.
+        comm: ranks that load together: a failure on one is raised on all, before any of them has changed.
+        strict: the source has every tensor of the model and no other. False: what is missing stays as it was.
+        rename: from a name in the source to one of the model.
+        device: where parameters on the meta device get their memory.
+
+    Returns:
+        Names that the source has and the model does not; empty if ``strict``.
+
+    Raises:
+        ValueError: tensors that are missing, not known or of another shape, before anything was changed.
+    """
+    wanted = _wanted(model)
+
+    def check() -> tuple[list[tuple[_Wanted, str]], list[str]]:
+        return _matched(model, wanted, source, strict=strict, rename=rename)
+
+    if comm is None:
+        matched, unused = check()
+    else:
+        matched, unused = _together(comm, "loading a split model", check)
+
+    def fill() -> None:
+        for want, name in matched:
+            _fill(want, source, name, torch.device(device))
+
+    fill() if comm is None else _together(comm, "reading its tensors", fill)
+    return unused
+
+
+def _together(comm: Communicator, what: str, work: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    together(comm, what, lambda: found.append(work()), error=lambda told, ranks: ValueError(told), plain=ValueError)
+    return found[0]
+
+
+def _wanted(model: nn.Module) -> list[_Wanted]:
+    found: dict[int, _Wanted] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [(name, p, "parameter") for name, p in module._parameters.items()]
+        skipped = module._non_persistent_buffers_set
+        own += [(name, b, "buffer") for name, b in module._buffers.items() if name not in skipped]
+        for name, tensor, role in own:
+            if tensor is None:
+                continue
+            whole = split_of(tensor).shape or tuple(tensor.shape)
+            want = found.setdefault(id(tensor), _Wanted([], tensor, whole, role))
+            want.names.append(logical_name(model, f"{path}.{name}" if path else name))
+            if (module, name) not in want.places:
+                want.places.append((module, name))
+    return list(found.values())
+
+
+def _matched(
+    model: nn.Module, wanted: list[_Wanted], source: Source, *, strict: bool, rename: Callable[[str], str] | None
+) -> tuple[list[tuple[_Wanted, str]], list[str]]:
+    of_model = {name: want for want in wanted for name in want.names}
+    given = {(rename(name) if rename else name): name for name in source.shapes}
+    prefix = f"{getattr(model, 'base_model_prefix', '') or ''}."
+    if not any(name.startswith(prefix) for name in given) and len(prefix) > 1:
+        given = {(name if name in of_model else prefix + name): there for name, there in given.items()}
+    elif len(prefix) > 1 and not any(name.startswith(prefix) for name in of_model):
+        given = {name.removeprefix(prefix): there for name, there in given.items()}
+    matched, missing, wrong = [], [], []
+    for want in wanted:
+        name = next((given[name] for name in want.names if name in given), None)
+        if name is None:
+            missing.append(want.names[0])
+        elif tuple(source.shapes[name]) != want.shape:
+            wrong.append(f"{want.names[0]} has shape {tuple(source.shapes[name])} there and {want.shape} in the model")
+        else:
+            matched.append((want, name))
+    unused = [there for name, there in given.items() if name not in of_model]
+    if wrong or (strict and (missing or unused)):
+        told = [f"{len(missing)} tensors are missing: {', '.join(missing[:5])}"] if missing and strict else []
+        told += [f"{len(unused)} are not the model's: {', '.join(unused[:5])}"] if unused and strict else []
+        told += wrong[:5]
+        raise ValueError(f"the tensors do not fit the model; {'; '.join(told)}. Nothing was changed.")
+    return matched, unused
+
+
+def _fill(want: _Wanted, source: Source, name: str, device: torch.device) -> None:
+    tensor = want.tensor
+    role = want.role if want.role in source.roles[name] else next(iter(source.roles[name]))
+    if tensor.is_meta:
+        tensor = _made(want, device)
+    part = split_of(tensor).box or Box.whole(want.shape)
+    with torch.no_grad():
+        for laid in boxes_of(part):
+            for here, there in _pieces(laid.here, laid.box, tensor.dtype.itemsize):
+                tensor[here.ranges] = source.read_box(name, role, there).to(tensor.dtype)
+
+
+def _made(want: _Wanted, device: torch.device) -> torch.Tensor:
+    empty = torch.empty_like(want.tensor, device=device)
+    if isinstance(want.tensor, nn.Parameter):
+        made: torch.Tensor = nn.Parameter(empty, requires_grad=want.tensor.requires_grad)
+        made.__dict__.update(want.tensor.__dict__)
+    else:
+        made = empty
+    for module, name in want.places:
+        kept = module._parameters if isinstance(made, nn.Parameter) else module._buffers
+        kept[name] = made  # type: ignore[assignment]
+    return made
+
+
+def _pieces(here: Box, there: Box, itemsize: int) -> Iterator[tuple[Box, Box]]:
+    """A box and where it goes, in pieces of a few MiB along the first dim."""
+    if not there.sizes:
+        yield here, there
+        return
+    row = max(there.numel // max(there.sizes[0], 1) * itemsize, 1)
+    rows = max(_PIECE_BYTES // row, 1)
+    for at in range(0, there.sizes[0], rows):
+        sizes = (min(rows, there.sizes[0] - at), *there.sizes[1:])
+        yield (Box((here.offsets[0] + at, *here.offsets[1:]), sizes),
+               Box((there.offsets[0] + at, *there.offsets[1:]), sizes))  # fmt: skip
+
+
+def slices(model: nn.Module, comm: Communicator) -> Iterator[StateSlice]:
+    """What this rank saves of a split model (``zoo.checkpointing.save``): over all ranks every element once.
+
+    What several ranks have comes from the first of them.
+
+    Args:
+        comm: the ranks of the axis.
+    """
+    owners = {id(p): part_of(module) for module in model.modules() for p in module.parameters(recurse=False)}
+    for want in _wanted(model):
+        split = split_of(want.tensor)
+        if split.box is None:
+            if comm.rank == 0:
+                flat = want.tensor.detach().reshape(-1)
+                yield StateSlice(want.names[0], want.role, 0, flat.numel(), want.shape, flat)
+            continue
+        part = owners.get(id(want.tensor))
+        before = part.cut.before if part is not None else ()
+        dim = part.dim if part is not None and want.tensor.dim() > 1 else 0
+        for here, there in _own(split.box, before, dim, want.shape):
+            flat = want.tensor.detach()[here.ranges].reshape(-1)
+            start = Box.whole(want.shape).number_of(there.offsets)
+            yield StateSlice(want.names[0], want.role, start, flat.numel(), want.shape, flat, box=there)
+
+
+def _own(
+    part: Box | Boxes, before: tuple[tuple[int, int], ...], dim: int, whole: tuple[int, ...]
+) -> Iterator[tuple[Box, Box]]:  # fmt: skip
+    """The boxes of a part, and where they are in it, without what ranks before have too along ``dim``."""
+    for laid in boxes_of(part):
+        rest = [laid.box]
+        for start, stop in before:
+            sizes = (*whole[:dim], stop - start, *whole[dim + 1 :])
+            other = Box(tuple(start if d == dim else 0 for d in range(len(whole))), sizes)
+            rest = [piece for box in rest for piece in box.minus(other)]
+        for box in rest:
+            moved = zip(box.offsets, laid.box.offsets, laid.place, strict=True)
+            yield Box(tuple(o - base + place for o, base, place in moved), box.sizes), box

@@ -1,0 +1,183 @@
+"""Each rank reads its own boxes: any degree loads what any other saved, and what does not fit is told first."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tests.tensor.models import WIDTH, Decoder, Shape, plan_of
+from tests.tensor.test_splitting import shapes, tokens
+from torch import nn
+
+from zoo import checkpointing, sim
+from zoo.checkpointing.foreign import load_safetensors
+from zoo.comm import Communicator
+from zoo.layout import boxes_of, split_of
+from zoo.tensor import load, parameters_on_meta, slices, split
+
+
+def written(shape: Shape, folder: Path, seed: int = 4) -> dict[str, torch.Tensor]:
+    model = Decoder(shape, seed)
+    state = {name: value for name, value in model.state_dict().items() if not (shape.tied and name == "head.weight")}
+    save_file(state, folder / "model.safetensors")
+    return dict(model.state_dict())
+
+
+def empty(shape: Shape) -> Decoder:
+    with parameters_on_meta():
+        model = Decoder(shape)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return model
+
+
+class Counted:
+    """A source that counts the elements that are asked for."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.elements = source, 0
+        self.shapes, self.roles = source.shapes, source.roles
+
+    def read_box(self, name: str, role: str, box: Any) -> torch.Tensor:
+        self.elements += box.numel
+        found: torch.Tensor = self.source.read_box(name, role, box)
+        return found
+
+
+@given(shape=shapes(), degree=st.integers(1, 5), training=st.booleans())
+@example(shape=Shape(heads=9, kv=3, layout="parts"), degree=4, training=False)
+def test_a_rank_reads_its_boxes_and_no_more(shape: Shape, degree: int, training: bool) -> None:
+    degree = min(degree, shape.heads)
+    with tempfile.TemporaryDirectory() as folder:
+        expected = written(shape, Path(folder))
+
+        def fn(rank: int) -> None:
+            model, comm = empty(shape), Communicator()
+            split(model, plan_of(shape), comm, training=training)
+            source = Counted(load_safetensors(folder))
+            assert load(model, source, comm=comm) == []
+            assert source.elements == sum(parameter.numel() for parameter in model.parameters())
+            for name, parameter in model.named_parameters():
+                box = split_of(parameter).box
+                for laid in boxes_of(box) if box is not None else ():
+                    assert torch.equal(parameter[laid.here.ranges], expected[name][laid.box.ranges]), name
+                assert box is not None or torch.equal(parameter, expected[name]), name
+            assert (model.head.weight is model.words.weight) == shape.tied
+            torch.testing.assert_close(model(tokens(shape)), Decoder(shape, 4)(tokens(shape)), rtol=1e-12, atol=1e-12)
+
+        sim.run(degree, fn, seed=0)
+
+
+@given(shape=shapes(), first=st.integers(1, 4), second=st.integers(1, 4), training=st.booleans())
+@example(shape=Shape(heads=9, kv=3), first=2, second=4, training=False)
+@example(shape=Shape(heads=6, kv=2, layout="groups"), first=4, second=3, training=False)
+def test_any_degree_loads_what_another_saved(shape: Shape, first: int, second: int, training: bool) -> None:
+    first, second = min(first, shape.heads), min(second, shape.heads)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def save(rank: int) -> None:
+            model, comm = Decoder(shape, 4), Communicator()
+            split(model, plan_of(shape), comm, training=training)
+            checkpointing.save(folder, "one", slices(model, comm), comm=comm)
+
+        sim.run(first, save, seed=0)
+        with checkpointing.load(folder) as found:
+            whole = {name: found.tensor(name) for name in found.shapes}
+        for name, value in Decoder(shape, 4).state_dict().items():
+            assert torch.equal(whole.get(name, value), value), name
+        assert len(whole) == len({id(p) for p in Decoder(shape).parameters()})
+
+        def go_on(rank: int) -> None:
+            model, comm = empty(shape), Communicator()
+            split(model, plan_of(shape), comm, training=not training)
+            with checkpointing.load(folder, comm=comm) as source:
+                load(model, source, comm=comm)
+            torch.testing.assert_close(model(tokens(shape)), Decoder(shape, 4)(tokens(shape)), rtol=1e-12, atol=1e-12)
+
+        sim.run(second, go_on, seed=0)
+
+
+def told(folder: str, shape: Shape, error: str, **options: Any) -> None:
+    def fn(rank: int) -> None:
+        model, comm = empty(shape), Communicator()
+        split(model, plan_of(shape), comm)
+        with pytest.raises(ValueError, match=error):
+            load(model, load_safetensors(folder), comm=comm, **options)
+        assert all(parameter.is_meta for parameter in model.parameters())
+
+    sim.run(2, fn, seed=0)
+
+
+def test_what_does_not_fit_is_told_before_a_weight_is_touched(tmp_path: Path) -> None:
+    shape = Shape(bias=False)
+    written(shape, tmp_path)
+    told(str(tmp_path), replace(shape, inner=12), r"up.weight has shape \(10, 6\) there and \(12, 6\) in the model")
+    told(str(tmp_path), replace(shape, layers=3), "tensors are missing: blocks.2.first.weight")
+    told(str(tmp_path), replace(shape, layers=1), "are not the model's: blocks.1")
+    told(str(tmp_path), replace(shape, vocab=14), "Nothing was changed", strict=False)
+
+    def fn(rank: int) -> None:
+        more, comm = Decoder(replace(shape, layers=3), seed=1), Communicator()
+        split(more, plan_of(replace(shape, layers=3)), comm)
+        before = more.blocks[2].first.weight.clone()
+        assert load(more, load_safetensors(tmp_path), comm=comm, strict=False) == []
+        assert torch.equal(more.blocks[2].first.weight, before)
+        less = Decoder(replace(shape, layers=1), seed=1)
+        unused = load(less, load_safetensors(tmp_path), comm=comm, strict=False)
+        assert unused
+        assert all(name.startswith("blocks.1.") for name in unused)
+
+    sim.run(2, fn, seed=0)
+
+
+def test_a_failure_of_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    shape = Shape()
+    written(shape, tmp_path)
+
+    def fn(rank: int) -> None:
+        model, comm = empty(shape), Communicator()
+        split(model, plan_of(shape), comm)
+        source = Counted(load_safetensors(tmp_path))
+        if rank == 1:
+            source.shapes = {**source.shapes, "words.weight": (3, WIDTH)}
+        with pytest.raises(ValueError, match=r"rank 1.*words\.weight has shape \(3, 6\)"):
+            load(model, source, comm=comm)
+
+    sim.run(2, fn, seed=0)
+
+
+def test_names_with_or_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        base_model_prefix = "model"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Linear(3, 2)
+
+    class Base(nn.Linear):
+        base_model_prefix = "model"
+
+    values = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    save_file(values, tmp_path / "model.safetensors")
+    model = Named()
+    load(model, load_safetensors(tmp_path))
+    assert torch.equal(model.model.weight, values["weight"])
+    save_file({f"model.{name}": 2 * value for name, value in values.items()}, tmp_path / "model.safetensors")
+    base = Base(3, 2)
+    load(base, load_safetensors(tmp_path))
+    assert torch.equal(base.weight, 2 * values["weight"])
+    load(base, load_safetensors(tmp_path), rename=lambda name: name.removeprefix("model."))
+
+
+def test_parameters_on_meta_are_this_threads_and_take_no_memory() -> None:
+    with parameters_on_meta():
+        layer = nn.BatchNorm1d(3)
+        assert layer.weight.is_meta
+        assert not layer.running_mean.is_meta
+    assert not nn.Linear(2, 2).weight.is_meta
