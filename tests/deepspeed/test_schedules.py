@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import zoo.deepspeed as deepspeed
+from zoo.config import ConfigError
 from zoo.deepspeed.adapters.optimizers.schedules import OneCycle, get_lr_from_config
 from zoo.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -87,3 +89,41 @@ def test_the_rate_of_a_section_without_a_maximum_is_the_optimizers() -> None:
     assert get_lr_from_config({"type": "WarmupLR", "params": {}}) == (
         None, "WarmupLR has no warmup_max_lr: the rate is the optimizer's own",
     )  # fmt: skip
+
+
+def schedule_by(section: dict[str, Any]) -> Any:
+    document = {
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "scheduler": section,
+    }  # fmt: skip
+    engine = deepspeed.initialize(model=nn.Linear(3, 1), config=document)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 3)).square().mean())
+        engine.step()
+    return engine.get_lr()
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    ("StepLR", {"step_size": 1, "gamma": 0.5}), ("CosineAnnealingLR", {"T_max": 5, "eta_min": 0.1}),
+    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3, "decay_lr_rate": 0.5}),
+    ("OneCycle", {"cycle_min_lr": [0.01], "cycle_max_lr": 0.1, "cycle_first_step_size": 3, "cycle_momentum": False}),
+    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "last_batch_iteration": 3}),
+])  # fmt: skip
+def test_numbers_of_a_schedule_that_are_written_as_text(name: str, options: dict[str, Any]) -> None:
+    texts = {key: value if isinstance(value, list) else str(value) for key, value in options.items()}
+    assert schedule_by({"type": name, "params": texts}) == schedule_by({"type": name, "params": options})
+
+
+@pytest.mark.parametrize(("name", "options", "told"), [
+    ("StepLR", {"step_size": 2, "gamma": "half"}, r"scheduler\.params\.gamma of \w+: .*number \(given 'half'\)"),
+    ("StepLR", {"step_size": "soon"}, r"scheduler\.params\.step_size of \w+: .* a valid integer \(given 'soon'\)"),
+    ("StepLR", {"step": 3}, r"scheduler\.params\.step of \w+: .*'step_size'"),
+    ("LambdaLR", {"lr_lambda": "x"}, r"scheduler\.params of LambdaLR: 'str' object is not callable"),
+    ("CyclicLR", {"base_lr": 0.1, "max_lr": 1.0, "mode": "odd"}, r"scheduler\.params\.mode of \w+: .*given 'odd'"),
+    ("OneCycle", {"cycle_min_lr": "low", "cycle_max_lr": 1}, r"scheduler\.params\.cycle_min_lr\.float of \w+: .*'low'"),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}, r"cycle_first_step_size=0"),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max": 1}, r"scheduler\.params\.cycle_max of \w+: .*cycle_max_lr"),
+])  # fmt: skip
+def test_options_that_a_schedule_cannot_have_name_their_place(name: str, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        schedule_by({"type": name, "params": options})

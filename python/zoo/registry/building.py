@@ -7,10 +7,12 @@ without a ``Config`` (a function, a class from elsewhere) receives its config as
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from zoo.registry.errors import BuildError, nearest
@@ -116,10 +118,21 @@ def check_keywords(factory: Any, config: Any, runtime: Iterable[str]) -> list[Pr
 
 def argument_types(factory: Any) -> dict[str, Any]:
     """The types of a component's arguments, as far as they are written down."""
+    function = getattr(factory, "__init__") if isinstance(factory, type) else factory  # noqa: B009
     try:
-        return get_type_hints(getattr(factory, "__init__") if isinstance(factory, type) else factory)  # noqa: B009
+        return get_type_hints(function)
     except Exception:  # names that exist for type checkers only, of which there are many kinds
-        return {}
+        return _types_one_by_one(function)
+
+
+def _types_one_by_one(function: Any) -> dict[str, Any]:
+    """Of those arguments whose types have names that are there."""
+    found: dict[str, Any] = {}
+    space = getattr(inspect.unwrap(function), "__globals__", {})
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        with contextlib.suppress(Exception):
+            found |= get_type_hints(SimpleNamespace(__annotations__={name: annotation}), space)
+    return found
 
 
 def adapter_of(annotation: Any) -> TypeAdapter[Any] | None:

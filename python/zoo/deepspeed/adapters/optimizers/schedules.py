@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from zoo import registry
 from zoo.config import ConfigError
+from zoo.deepspeed.adapters.configuration.plain_values import options_as_meant
 from zoo.lr_schedules import LRRangeTest, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from zoo.lr_schedules import OneCycle as _OneCycle
+from zoo.registry.building import check_keywords
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
@@ -86,19 +89,37 @@ def schedule_of(document: dict[str, Any]) -> Callable[[Any], Any] | None:
     ``torch.optim.lr_scheduler``: a callable optimizer → schedule.
 
     Raises:
-        ConfigError: options that it does not have.
+        ConfigError: options that it does not have, or values that they cannot have.
     """
     section = document.get("scheduler")
     name = section.get("type") if isinstance(section, dict) else None
     made = OneCycle if name == ONE_CYCLE else _of_torch(name)
     if made is None:
         return None
-    params = dict(document.pop("scheduler").get("params") or {})
-    try:
-        inspect.signature(made).bind(None, **params)
-    except TypeError as error:
-        raise ConfigError(f"scheduler.params of {name}: {error}") from None
-    return lambda optimizer: made(optimizer, **params)
+    given = document.pop("scheduler").get("params") or {}
+    params = _of_cycle(dict(given)) if made is OneCycle else options_as_meant(made, given)
+    _check(str(name), check_keywords(made, params, ("self", "optimizer")))
+
+    def make(optimizer: Any) -> Any:
+        try:
+            return made(optimizer, **params)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"scheduler.params of {name}: {error}") from error
+
+    return make
+
+
+def _of_cycle(params: dict[str, Any]) -> dict[str, Any]:
+    """Options of OneCycle, as zoo's own takes them."""
+    own = {key: value for key, value in params.items() if key != "last_batch_iteration"}
+    made, problems = registry.DEFAULT.parse(LR_SCHEDULE, ONE_CYCLE, own)
+    _check(ONE_CYCLE, problems)
+    return options_as_meant(OneCycle, params) | {key: getattr(made, key) for key in own}
+
+
+def _check(name: str, problems: Sequence[tuple[str, str]]) -> None:
+    if problems:
+        raise ConfigError([f"scheduler.params{'.' * bool(key)}{key} of {name}: {text}" for key, text in problems])
 
 
 def _of_torch(name: Any) -> Any:
