@@ -51,6 +51,16 @@ def test_there_is_a_question_for_every_key_of_the_section() -> None:
             getattr(engine, other.get(key, key if key.startswith("zero_") else f"zero_{key}"))()
 
 
+def test_ranks_along_the_axes_of_layers_of_the_configurations_mesh() -> None:
+    def job(rank: int) -> None:
+        document = config(1, mesh={"axes": {"data": 2, "tensor": 2}})
+        engine = deepspeed.initialize(model=net(), config=document)[0]
+        assert (engine.mp_world_size, engine.checkpoint_mp_rank) == (2, rank % 2)
+        assert (engine.dp_world_size, engine.get_tensor_parallel_rank()) == (2, rank % 2)
+
+    sim.run(4, job)
+
+
 def test_answers_of_defaults() -> None:
     engine = start(3)
     sizes = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NoReturn
@@ -17,6 +18,9 @@ from zoo.shard.config import ZeroConfig
 
 _log = logging.getLogger("zoo.deepspeed")
 _told: set[tuple[str, str]] = set()
+
+_OF_LAYERS = ("model", "tensor")
+"""Axes of a mesh whose ranks share each layer."""
 
 # Method of the engine → dotted path in zoo's configuration.
 _PATHS = {
@@ -243,14 +247,14 @@ class Questions(QuestionsOfFeatures):
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that share each layer: of the program's ``mpu``, or of the axis "model". 1 for an mpu whose ranks share
-        sequences: they have the same layers."""
+        """Ranks that share each layer: of the program's ``mpu``, or of the axes "model" and "tensor". 1 for an mpu
+        whose ranks share sequences: they have the same layers."""
         if hasattr(self.mpu, "initialize_sequence_parallel"):
             return 1
         ask = getattr(self.mpu, "get_model_parallel_world_size", None) or getattr(
             self.mpu, "get_tensor_model_parallel_world_size", None
         )
-        return int(ask()) if ask is not None else _axis(self.engine.mesh, "model")
+        return int(ask()) if ask is not None else math.prod(_axis(self.engine.mesh, axis) for axis in _OF_LAYERS)
 
     @property
     def checkpoint_mp_rank(self) -> int:
@@ -263,7 +267,11 @@ class Questions(QuestionsOfFeatures):
         )
         if ask is not None:
             return int(ask())
-        return int(self.engine.mesh.get_local_rank("model")) if _axis(self.engine.mesh, "model") > 1 else 0
+        place, mesh = 0, self.engine.mesh
+        for axis in _OF_LAYERS:
+            size = _axis(mesh, axis)
+            place = place * size + (int(mesh.get_local_rank(axis)) if size > 1 else 0)
+        return place
 
     @property
     def seq_dp_world_size(self) -> int:
