@@ -386,3 +386,29 @@ def test_the_section_says_which_activations_are_computed_again() -> None:
     options = {"activation_checkpoint_func": mine, "activation_checkpoint_interval": 1}
     assert counts({"use_reentrant": False}, **options) == {True: 4, False: 0}  # in its place, as in DeepSpeed
     assert not own
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_a_loader_in_the_place_of_an_iterator_does_not_begin_anew_in_each_step(pipe: int) -> None:
+    case = Case(pipe=pipe, num_micro=2)
+    found = []
+
+    def fn(rank: int) -> None:
+        engine, twin = engine_of(case), engine_of(case)
+        many = [one for step in range(3) for one in batches(case, engine, step)]
+        with pytest.raises(Exception, match=r"train_batch got a list.*takes an iterator of batches.*iter\(loader\)"):
+            engine.train_batch(many)
+        for step in range(2):
+            own = list(batches(case, engine, step))
+            one = engine.train_batch(own if step else iter(own))  # those of one step, no more, are a step
+            assert float(one) == float(twin.train_batch(batches(case, twin, step)))
+            found.append(float(one))
+        assert float(engine.eval_batch(many)) == float(engine.eval_batch(iter(many)))
+        for wrong in ("2", 2.5, True, 0):
+            with pytest.raises(ValueError, match=r"num_micro_batches of eval_batch\(\) got .*whole number"):
+                engine.eval_batch(iter(many), num_micro_batches=wrong)
+        for one in (engine, twin):
+            one.destroy()
+
+    sim.run(pipe, fn, seed=0)
+    assert len(set(found)) == 2

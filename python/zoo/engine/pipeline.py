@@ -39,8 +39,9 @@ class PipelineEngine(Engine):
         """One step on the next ``gradient_accumulation_steps`` micro-batches of each pipeline.
 
         Args:
-            data_iter: of batches, (inputs, labels) each; on stages that are neither first nor last it may be None.
-                Where it is not given: what :meth:`set_dataiterator` was given, or the engine's own data.
+            data_iter: an iterator of batches, (inputs, labels) each, or a list of those of this step; on stages that
+                are neither first nor last it may be None. Where it is not given: what :meth:`set_dataiterator` was
+                given, or the engine's own data.
             lr_kwargs: arguments of the schedule's ``step``.
 
         Returns:
@@ -48,11 +49,11 @@ class PipelineEngine(Engine):
 
         Raises:
             StopIteration: the data are at their end, on all ranks.
-            ValueError: they ended in the middle of the batch, or not on all ranks.
+            ValueError: they ended in the middle of the batch, or not on all ranks; or it is a loader, which would begin
+                anew in each step.
         """
-        return super().train_batch(
-            self._given.iterator(data_iter, own=self.dataloader is not None), lr_kwargs=lr_kwargs
-        )
+        batches = self._given.iterator(data_iter, own=self.dataloader is not None, whole_step=self.accumulation)
+        return super().train_batch(batches, lr_kwargs=lr_kwargs)
 
     def eval_batch(
         self, data_iter: Any = None, return_logits: bool = False, compute_loss: bool = True,
@@ -220,10 +221,11 @@ class PipelineEngine(Engine):
 
 
 def _number_of(what: str, given: int | None, otherwise: int) -> int:
-    n = otherwise if given is None else given
-    if n < 1:
-        raise ValueError(f"{what} got num_micro_batches={given}; at least 1.")
-    return n
+    if given is None:
+        return otherwise
+    from zoo.engine.numbers import whole
+
+    return whole(f"num_micro_batches of {what}()", given)
 
 
 class GivenBatches:
@@ -242,18 +244,34 @@ class GivenBatches:
         """From now on these, where none are given; None: none."""
         self._set = None if batches is None else iter(batches)
 
-    def iterator(self, given: Any, *, own: bool) -> Any:
+    def iterator(self, given: Any, *, own: bool, whole_step: int = 0) -> Any:
         """Of the batches of a call; None: the engine's ``own`` data. What is wrong is raised where all ranks are
-        told: when the first is taken."""
+        told: when the first is taken.
+
+        Args:
+            whole_step: what is no iterator has so many batches; 0: it may have any number.
+        """
         found: Any = self._set if given is None else given
         if found is None and own:
             return None
         if found is None and not self._needed:
             return _NO_BATCHES
+        if whole_step and hasattr(found, "__iter__") and not hasattr(found, "__next__"):
+            number = len(found) if hasattr(found, "__len__") else None
+            if number != whole_step:
+                return _Wrong(found, _begins_anew(found, number, whole_step))
         try:
             return iter(found)
         except TypeError:
             return _Wrong(found)
+
+
+def _begins_anew(given: Any, number: int | None, whole_step: int) -> str:
+    many = "" if number is None else f" of {number} batches"
+    return (
+        f"train_batch got a {type(given).__name__}{many}; it takes an iterator of batches: give iter(loader), made "
+        f"once, so that the next step goes on where this one ends, or a list of the {whole_step} batches of this step."
+    )
 
 
 class _NoBatches:
@@ -271,14 +289,15 @@ class _NoBatches:
 class _Wrong:
     """In the place of batches that there are not."""
 
-    def __init__(self, given: Any) -> None:
-        self._given = "no batches" if given is None else f"something of type {type(given).__name__}"
-
-    def __next__(self) -> NoReturn:
-        raise ValueError(
-            f"a first or last stage of a pipeline got {self._given}; it needs an iterator of batches, by "
+    def __init__(self, given: Any, why: str = "") -> None:
+        what = "no batches" if given is None else f"something of type {type(given).__name__}"
+        self._why = why or (
+            f"a first or last stage of a pipeline got {what}; it needs an iterator of batches, by "
             "train_batch(batches) or set_dataiterator(batches), or data given to initialize(training_data=...)."
         )
+
+    def __next__(self) -> NoReturn:
+        raise ValueError(self._why)
 
 
 _NO_BATCHES = _NoBatches()
