@@ -69,3 +69,22 @@ def test_float32_is_left_alone() -> None:
 def test_two_types_of_parameters() -> None:
     with pytest.raises(ConfigError, match=r"param_dtype is 'bf16', and fp16.enabled and bf16.enabled say fp32"):
         start(data_types={"param_dtype": "bf16"})
+
+
+class Turning(nn.Module):
+    """A complex parameter, which no 16-bit type holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.turn = nn.Parameter(torch.full((3,), 1 + 2j))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_complex_parameter_keeps_its_imaginary_part_and_is_refused_by_name(kind: str, stage: int) -> None:
+    model = Turning()
+    document = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+    with pytest.raises(ValueError, match=r"parameter 'turn' is torch\.strided of torch\.complex64"):
+        zoo.engine.initialize({"train_micro_batch_size_per_gpu": 2, **document, kind: {"enabled": True}}, model)
+    assert torch.equal(model.turn.detach(), Turning().turn.detach())

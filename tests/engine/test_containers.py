@@ -182,3 +182,34 @@ def test_batches_and_outputs_of_transformers() -> None:
     assert other.logits.dtype is other["logits"].dtype is other.hidden_states[1].dtype is torch.float16
     assert other.loss is None
     assert output.logits.dtype is torch.float32
+
+
+class Padded(nn.Module):
+    """Takes nested tensors, of ids (a layer of embeddings) or of features."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nested.to_padded_tensor(self.layer(x), 0.0).square().mean()
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_batches(layout: torch.layout) -> None:
+    document = {
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }  # fmt: skip
+    engine = initialize(document, Padded(nn.Linear(4, 3)))[0]
+    rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+    engine.backward(engine(rows))
+    engine.step()
+    assert engine.record is not None
+    assert (engine.record.samples, engine.record.tokens) == (2, 0)
+    if layout is torch.jagged:
+        ids = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3, 4, 5])], layout=layout)
+        engine = initialize(document, Padded(nn.Embedding(10, 3)))[0]
+        engine.backward(engine(ids))
+        engine.step()
+        assert engine.record is not None
+        assert (engine.record.samples, engine.record.tokens) == (2, 5)

@@ -315,3 +315,14 @@ def test_a_tied_parameter_is_there_under_all_names() -> None:
         assert bool((whole(engine)["a.weight"] == 1).all())
 
     sim.run(2, job)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_complex_numbers_do_not_become_their_real_parts(stage: int) -> None:
+    engine = start({"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
+    state = engine.module_state_dict()
+    name = next(iter(state))
+    wrong = {**state, name: torch.complex(state[name].float(), torch.ones_like(state[name].float()))}
+    with pytest.raises(ValueError, match=rf"{name}.*complex numbers there"):
+        engine.load_module_state_dict(wrong)
+    assert all(torch.equal(value, state[key]) for key, value in engine.module_state_dict().items())

@@ -36,9 +36,9 @@ def count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
     integer tensor of two dimensions or more, such as (B, T) ids; 0 where there is none."""
     samples = 0
     for tensor in _tensors((args, kwargs)):
-        samples = samples or (tensor.shape[0] if tensor.dim() else 1)
+        samples = samples or (int(tensor.size(0)) if tensor.dim() else 1)  # a nested one has no shape
         if tensor.dim() > 1 and not tensor.is_floating_point() and tensor.dtype is not torch.bool:
-            return samples, tensor.numel()
+            return samples, int(tensor.numel())
     return samples, 0
 
 

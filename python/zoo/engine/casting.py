@@ -39,7 +39,8 @@ def cast(model: nn.Module, dtype: torch.dtype | None, buffer_dtype: torch.dtype 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     # Kernels of BatchNorm on CPUs take one type for weights and statistics.
     kept = [(m, dict(m._buffers)) for m in model.modules() if m._buffers and not isinstance(m, _NormBase)]
-    model.to(dtype=dtype)
+    # to(dtype) would make real numbers of complex ones.
+    model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
     for module, buffers in kept:
         module._buffers.update(buffers)
 

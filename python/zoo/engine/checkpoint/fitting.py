@@ -35,10 +35,11 @@ def check_model(found: AnyCheckpoint, module: nn.Module, sharded: ShardedModel, 
     for item in parameters_of(sharded.buckets):
         if not wanted.may_lack(found, item):
             _check_fits(found, item.name, item.shape, PARAMETER)
+            _check_complex(found, item.name, PARAMETER)
     for name, buffer in persistent_buffers(module).items():
         if not wanted.custom and (wanted.module_strict or name in found.shapes):
             _check_fits(found, name, tuple(buffer.shape), BUFFER)
-            _check_complex(found, name, buffer)
+            _check_complex(found, name, BUFFER, buffer.dtype)
 
 
 def _check_fits(found: AnyCheckpoint, name: str, shape: tuple[int, ...], role: str) -> None:
@@ -57,12 +58,12 @@ def _check_fits(found: AnyCheckpoint, name: str, shape: tuple[int, ...], role: s
         )
 
 
-def _check_complex(found: AnyCheckpoint, name: str, buffer: torch.Tensor) -> None:
-    """torch would write the real part alone."""
-    there = {dtype for role, dtype in found.roles[name].items() if role in (BUFFER, PARAMETER)}
-    if any(dtype.startswith("complex") for dtype in there) and not buffer.is_complex():
+def _check_complex(found: AnyCheckpoint, name: str, role: str, mine: torch.dtype | None = None) -> None:
+    """torch would write the real part alone. ``mine``: None: one that is real."""
+    there = {dtype for its_role, dtype in found.roles[name].items() if its_role in (BUFFER, PARAMETER)}
+    if any(dtype.startswith("complex") for dtype in there) and not (mine is not None and mine.is_complex):
         raise checkpointing.CheckpointError(
-            f"the model's buffer {name!r} is {buffer.dtype}; checkpoint {found.tag!r} has complex numbers there: "
+            f"the model's {role} {name!r} is {mine or 'real'}; checkpoint {found.tag!r} has complex numbers there: "
             "build the model as it was when the checkpoint was written"
         )
 
