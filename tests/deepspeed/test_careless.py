@@ -191,12 +191,10 @@ def save_and_go_back(engine: Any, rank: int, step: int, folder: str, *, within: 
         engine.save_checkpoint(folder, tag=f"at{step}")
         return
     engine.save_checkpoint(folder, tag=f"at{step}")
-    counts = engine.micro_steps
     for more in (0, 1):
         train(engine, rank, step + more)
     engine.zero_grad()
     assert engine.load_checkpoint(folder)[0] is not None
-    engine.micro_steps = counts
 
 
 def saved(plain: Plain) -> bool:

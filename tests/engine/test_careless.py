@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.engine.test_engine import BASE, data, net, stage, start
+from torch import nn
 from torch.utils.data import DataLoader
 
 from zoo import sim
@@ -319,6 +321,94 @@ def test_a_sink_that_leaves_the_thread_is_switched_off() -> None:
     feed.close()
     assert told == [0, 1, 2]
     assert "SystemExit" in feed.failed["leaves"]
+
+
+class Epochs:
+    """A loader without a state and without a number of its iterations, as most are: the same batches in each epoch."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.full((8, 5), self.value + i), torch.zeros(8, 1)) for i in range(6)])
+
+
+class Seeing(nn.Module):
+    """The model, and the first number of each batch that came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.seen = net(), list[float]()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.seen.append(float(x[0, 0]))
+        return self.net(x, y)
+
+
+def test_a_loader_that_takes_the_place_of_another_is_the_one_that_trains() -> None:
+    model = Seeing()
+    engine = initialize(BASE, model, training_data=Epochs(0.0))[0]
+    engine.train_batch()
+    engine.dataloader = Epochs(50.0)
+    engine.train_batch()
+    engine.train_batch()
+    assert model.seen == [0.0, 50.0, 51.0]
+
+
+def test_a_loader_without_a_state_begins_anew_when_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    model = Seeing()
+    engine = initialize(BASE, model, training_data=Epochs(0.0))[0]
+    engine.train_batch()
+    engine.save_checkpoint(tmp_path)
+    engine.train_batch()
+    engine.load_checkpoint(tmp_path)
+    engine.train_batch()
+    assert model.seen == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_number_of_micro_batches_does_not_change_within_a_step(number: int) -> None:
+    engine = start({**stage(number), **GAS, "gradient_accumulation_steps": 4})
+    batches = list(engine.dataloader)[:4]
+    by_hand(engine, batches[:2])
+    with pytest.raises(ValueError, match=r"set_accumulation\(\) in the middle of a step, after 2 of 4 micro-batches"):
+        engine.set_accumulation(2)
+    by_hand(engine, batches[2:])
+    twin = start({**stage(number), **GAS, "gradient_accumulation_steps": 4})
+    by_hand(twin, batches)
+    assert same(weights(engine), weights(twin))
+    engine.set_accumulation(2)
+    assert engine.accumulation == 2
+
+
+def test_gradients_dropped_between_forward_and_backward_do_not_drop_its_samples() -> None:
+    engine, twin = start({"scheduler": None}), start({"scheduler": None})
+    x, y = next(iter(engine.dataloader))
+    loss = engine(x, y)
+    engine.zero_grad()  # as loops of torch often have it
+    engine.backward(loss)
+    engine.step()
+    by_hand(twin, [(x, y)])
+    assert engine.record is not None
+    assert (engine.record.samples, engine.global_samples) == (8, 8)
+    assert engine.record.step_s > 0
+    assert same(weights(engine), weights(twin))
+
+
+def test_micro_batches_are_counted_on_from_a_checkpoint(tmp_path: Path) -> None:
+    engine = start(GAS)
+    engine.set_gradient_accumulation_boundary(True)
+    by_hand(engine, list(engine.dataloader)[:3])
+    engine.set_gradient_accumulation_boundary(None)
+    engine.train_batch()
+    assert (engine.global_steps, engine.micro_steps) == (4, 5)
+    engine.save_checkpoint(tmp_path)
+    again = start(GAS)
+    again.load_checkpoint(tmp_path)
+    assert (again.global_steps, again.micro_steps) == (4, 5)
+    other = start({**GAS, "gradient_accumulation_steps": 4})  # what would have been, with its number of micro-batches
+    other.load_checkpoint(tmp_path)
+    assert (other.global_steps, other.micro_steps) == (4, 16)
 
 
 def test_two_loaders_in_turn() -> None:

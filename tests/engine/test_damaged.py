@@ -73,6 +73,10 @@ def test_an_engine_whose_checkpoint_was_damaged_does_not_train(tmp_path: Path) -
             engine.load_checkpoint(tmp_path, "none")
         with pytest.raises(ValueError, match="not loaded"):
             _train(engine, 1)
+        for weights in (engine.module_state_dict(), str(tmp_path / "other" / "b")):
+            engine.load_module_state_dict(weights)  # states of the optimizer may be half of the damaged one's
+            with pytest.raises(ValueError, match=words):
+                _train(engine, 1)
         engine.load_checkpoint(tmp_path / "other")
         assert all(torch.isfinite(torch.tensor(_train(engine, 1))))
 

@@ -75,7 +75,7 @@ CHANGES: dict[str, tuple[Callable[[Engine, int], None], str]] = {
     "tensor": (by_rank("lr", *map(torch.tensor, (0.1, 0.2, 0.1))), r"lr: 0\.1\d* on ranks 0, 2, 0\.2\d* on rank 1"),
     "momentum": (by_rank("momentum", 0.5, 0.5, 0.4), r"momentum: 0\.5 on ranks 0, 1, 0\.4\d* on rank 2"),
     "nesterov": (by_rank("nesterov", True, False, False), r"nesterov: 1 on rank 0, 0 on ranks 1, 2"),
-    "G": (lambda e, r: e.set_accumulation(1 + (r == 0)), r"gradient_accumulation_steps: 2 on rank 0, 1 on ranks 1, 2"),
+    "G": (lambda e, r: e.boundary.set(1 + (r == 0)), r"gradient_accumulation_steps: 2 on rank 0, 1 on ranks 1, 2"),
 }
 
 
@@ -104,7 +104,7 @@ def test_what_differs_is_told_on_all_ranks_before_anything_changes(stage: int, c
             after = engine.optimizer.consolidated_parameters()
             assert all(torch.equal(after[name], value) for name, value in before.items())
         engine.optimizer.param_groups[0].update(kept)
-        engine.set_accumulation(1)
+        engine.boundary.set(1)
         engine.step()  # with the gradients that are there
         check(engine, 2)
 

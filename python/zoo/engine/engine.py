@@ -282,10 +282,17 @@ class Engine:
         self.set_accumulation(size // unit)
 
     def set_accumulation(self, accumulation: int) -> None:
-        """Another number of micro-batches in a step than the configuration's; checkpoints keep it."""
+        """Another number of micro-batches in a step than the configuration's, between two steps; checkpoints keep it.
+
+        Raises:
+            ValueError: it is no whole number above 0, or a step is under way, whose gradients were divided by the old
+                one.
+        """
         from zoo.engine.numbers import whole
 
-        self.boundary.set(whole("set_accumulation()", accumulation))
+        number = whole("set_accumulation()", accumulation)
+        self.boundary.check_between_steps("set_accumulation()")
+        self.boundary.set(number)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -357,14 +364,16 @@ class Engine:
     @dataloader.setter
     def dataloader(self, loader: Any) -> None:
         self._batches.loader = loader
+        self._batches.forget()
 
     report = _of("records", Records.report)
     request_stop = _of("records", Records.request_stop)
 
     def zero_grad(self) -> None:
-        """Drop the gradients of a step that has begun; its micro-batches do not count."""
+        """Drop the gradients of a step that has begun; its micro-batches do not count, but for one whose backward is to
+        come."""
         self.training("zero_grad()").zero_grad()
-        self.records.restart_counts()
+        self.records.restart_step()
 
     def destroy(self) -> None:
         """Close sinks and parts, and give the model back as an ordinary one. Collective at stage 3."""

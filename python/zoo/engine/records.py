@@ -218,6 +218,14 @@ class Records:
         self._boundary.begin()
         self.losses, self._counts, self._latest, self._began = [], [0, 0], (0, 0), None
 
+    def restart_step(self) -> None:
+        """A step begins, whose first micro-batch may have been forward already."""
+        forward = self._latest
+        self.restart_counts()
+        if any(forward):
+            self.begin()
+            self.admitted(forward)
+
     # -- a step under way ---------------------------------------------------------------------------------------------
 
     def begin(self) -> None:

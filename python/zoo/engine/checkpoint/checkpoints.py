@@ -40,7 +40,8 @@ class Checkpoints:
         records, boundary, batches, parts: what is saved beside tensors.
 
     Attributes:
-        not_loaded: why the state is that of no checkpoint: one was damaged, and a part of it is here already.
+        not_loaded: why the state is that of no checkpoint: one was damaged, and a part of it is here already; until one
+        is loaded whole.
         registered: what else is saved and loaded, by name.
     """
 
@@ -341,6 +342,8 @@ class Checkpoints:
         except BaseException:
             self.not_loaded = f"loading the checkpoint {found.tag!r} has failed half-way."
             raise
+        if not wanted.all_of_it:  # what was left out is that of a damaged one still
+            self.not_loaded = before
         return loaded
 
     def _check_custom(self, custom_load_fn: Any) -> None:

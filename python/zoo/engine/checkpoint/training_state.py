@@ -44,7 +44,8 @@ class TrainingState:
             "optimizer": type(optimizer.inner).__name__,
             "global_steps": records.global_steps,
             "skipped_steps": records.skipped_steps,
-            "micro_steps": records.micro_steps,
+            "micro_steps": records.micro_steps - boundary.over,  # whoever loads it begins the step at hand anew
+            "micro_batches": boundary.micro_batches,
             "zero_stage": optimizer.config.stage,
             "accumulation": boundary.micro_batches if boundary.was_set else None,
             "samples": records.global_samples,
@@ -79,15 +80,16 @@ class TrainingState:
                 group["lr"] = rate
 
     def restore(self, found: AnyCheckpoint, *, schedule: bool = True) -> None:
-        """The reverse of :meth:`meta`, but for the options. Counters stay consistent when gradient accumulation
-        differs. ``schedule``: that of learning rates too."""
+        """The reverse of :meth:`meta`, but for the options. Where gradient accumulation differs,
+        micro-batches are counted as if it always had. ``schedule``: that of learning rates too."""
         meta, records, loader = found.meta["engine"], self.records, self.batches.loader
         if meta.get("accumulation") is not None:  # set by hand
             self.boundary.set(int(meta["accumulation"]))
-        steps = int(meta["global_steps"])
+        steps, n = int(meta["global_steps"]), self.boundary.micro_batches
+        counted = int(meta["micro_steps"]) if meta.get("micro_batches") == n else steps * n
         records.restore_counts(
             steps=steps, skipped=int(meta["skipped_steps"]), samples=int(meta.get("samples", 0)),
-            tokens=int(meta.get("tokens", 0)), micro_steps=steps * self.boundary.micro_batches,
+            tokens=int(meta.get("tokens", 0)), micro_steps=counted,
         )  # fmt: skip
         records.restart_counts()
         if meta.get("imported"):
@@ -99,7 +101,7 @@ class TrainingState:
             )  # fmt: skip
         if _has_state(loader) and meta["loader"] is not None:
             loader.load_state_dict(meta["loader"])
-            self.batches.forget()
+        self.batches.forget()
         mine = {name: part for name, part in self.parts.items() if _has_state(part)}
         _restore("engine part", mine, meta.get("parts", {}), found)
         _restore("registered state", self.registered, meta.get("registered", {}), found)
