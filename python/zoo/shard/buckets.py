@@ -24,7 +24,7 @@ from zoo.shard.gradients import BucketGradients
 from zoo.shard.guard import Guard, cannot_convert
 from zoo.shard.memory import Memory
 from zoo.shard.offload.tiers import Tier
-from zoo.shard.parameters import BucketParameters
+from zoo.shard.parameters import BucketParameters, leave_ordinary
 from zoo.shard.placement.packing import BucketSpec, layout_of
 from zoo.shard.placement.placements import Placements
 from zoo.shard.roles import GRADIENT, ORIGINAL, PARAMETER, RoleBuffer, States, Store
@@ -108,7 +108,11 @@ class Bucket:
         self.read_whole = False  # since the latest update, outside of forward and backward
         self.quiet = False  # what is not here reads as nothing, and is no error: a partitioned gradient, a state_dict
         self.parameters = BucketParameters(self, source)
-        self.gradients = BucketGradients(self) if spec.trainable else None
+        try:
+            self.gradients = BucketGradients(self) if spec.trainable else None
+        except BaseException:
+            leave_ordinary(self)
+            raise
 
     def use_routes(self, routes: Routes) -> None:
         """Travel so from now on; nothing is gathered or under way, and ``own.py`` has looked at them."""
@@ -305,6 +309,12 @@ class Bucket:
     def gradients_on_nvme(self) -> bool:
         """Reduced gradients live on NVMe."""
         return self.gradients is not None and self.gradients.role.tier is Tier.NVME
+
+    @property
+    def is_here(self) -> bool:
+        """No other rank is needed to have its parameters whole, as they came."""
+        came = self.spec.original is self.spec.dtype
+        return self.shard_group.size == 1 or not (self.partitioned or (self.placements.states.is_split and not came))
 
     @property
     def parameters_on_nvme(self) -> bool:

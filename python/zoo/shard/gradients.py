@@ -452,8 +452,24 @@ class BucketGradients:
             )
         self._in_its_unit()
 
+    def _check_assigned(self, slot: int, value: Any) -> None:
+        """Raise ValueError for what no gradient of this parameter can be: it would be broadcast, or rounded."""
+        wanted = tuple(self.bucket.layout.tensors[slot].shape), self.dtype, self.bucket.device
+        given = (tuple(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else None
+        if given == wanted:
+            return
+        what = f"a {type(value).__name__}" if given is None else f"a tensor of {given[0]}, {given[1]}, on {given[2]}"
+        raise ValueError(
+            f"the gradient of {self.bucket.called(slot)!r} was given {what}; it takes one of {wanted[0]}, {wanted[1]}, "
+            f"on {wanted[2]}, or None."
+        )
+
     def assign(self, slot: int, value: torch.Tensor | None) -> None:
-        """What ``parameter.grad = value`` does: None empties the gradient of this parameter, a tensor replaces it."""
+        """What ``parameter.grad = value`` does: None empties the gradient of this parameter, a tensor replaces it.
+
+        Raises:
+            ValueError: a tensor of another shape, dtype or device. PartitionedAccessError: the gradient is partitioned.
+        """
         bucket = self.bucket
         if value is None:
             if self._cleared_at != self.flat._version:  # something arrived since
@@ -467,6 +483,7 @@ class BucketGradients:
             return
         if isinstance(value, PartitionedGradient) and value.stands_for(self, slot):
             return
+        self._check_assigned(slot, value)
         if self.reduced and not self._split and self.phase is _IDLE:
             whole = self.visible(slot)
             if whole is not None and not isinstance(whole, PartitionedGradient):

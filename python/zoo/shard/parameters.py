@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 
 from zoo.comm import Handle, advance
 from zoo.layout import FlatLayout
-from zoo.shard.guard import assign_data
+from zoo.shard.guard import assign_data, raw_data
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.offload.tiers import OffloadError
 from zoo.shard.roles import ORIGINAL, PARAMETER, RoleBuffer
@@ -69,6 +70,15 @@ class BucketParameters:
         self._guard = bucket.new_guard(self._storage)
         # Values are brought together in the dtype in which they came, and rounded then.
         came = self.full if spec.original is spec.dtype else torch.zeros_like(self.full, dtype=spec.original)
+        try:
+            self._fill(came, source)
+        except BaseException:
+            if source is None:
+                leave_ordinary(bucket, bucket.views(came))
+            raise
+
+    def _fill(self, came: torch.Tensor, source: RoleBuffer | None) -> None:
+        bucket, spec = self.bucket, self.bucket.spec
         members = zip(spec.names, spec.parameters, bucket.views(self.full), bucket.views(came), strict=True)
         for slot, (name, parameter, view, before) in enumerate(members):
             if source is None:
@@ -356,6 +366,24 @@ def fill_from(view: torch.Tensor, parameter: Any) -> None:
     view.copy_(bucket.parameters.flat_of(parameter._zoo_slot).view(parameter.shape))
     release_parameter(parameter)
     bucket.end()
+
+
+def leave_ordinary(bucket: Bucket, came: Sequence[torch.Tensor] | None = None) -> None:
+    """Making ``bucket`` has failed: its parameters are ordinary ones again, where no other rank is needed for that.
+
+    ``came``: their values, where these are not in their memory yet.
+    """
+    spec, exact = bucket.spec, bucket.roles.get(ORIGINAL)
+    if came is None and bucket.shard_group.size == 1:
+        bucket.executor.wait(bucket, exact=True)
+        if exact is not None and exact.kept:
+            came = bucket.views(exact.read())
+    for slot, parameter in enumerate(list(spec.parameters)):
+        if getattr(parameter, "_zoo_bucket", None) is bucket:
+            value = raw_data(parameter) if came is None else came[slot]
+            if value.untyped_storage().nbytes() or not value.numel():
+                release_parameter(parameter)
+                parameter.data = value.to(bucket.device, spec.original, copy=True)
 
 
 SAMPLES = 4

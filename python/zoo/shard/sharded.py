@@ -19,20 +19,21 @@ import torch
 from torch import nn
 
 from zoo import io
-from zoo.comm import Communicator, Recovery, raise_in_next, raise_together, report_uncaught
-from zoo.comm.failures import report
+from zoo.comm import Communicator, RankFailedError, Recovery, raise_in_next, raise_together, report_uncaught
+from zoo.comm.failures import report, sentence_of
 from zoo.layout import enter_mesh
 from zoo.shard.agreement import CONSTRUCTION, agree, agree_on_kernels, all_ranks, of_object
 from zoo.shard.buckets import Bucket, table_of
 from zoo.shard.collectives.choice import cannot_be_left, choose_routes
 from zoo.shard.config import ZeroConfig
 from zoo.shard.dtensors import DTensors
-from zoo.shard.guard import refuse_copy
+from zoo.shard.guard import ShardedParameter, refuse_copy
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.members import Members
 from zoo.shard.memory import StepMemory
 from zoo.shard.module_buffers import ModuleBuffers
 from zoo.shard.offload.stores import open_stores
+from zoo.shard.offload.tiers import OffloadError
 from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.families import check_ranks, make_families, ranks_of
 from zoo.shard.placement.placements import offload, place
@@ -148,11 +149,28 @@ class ShardedModel:
             self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio, alike)
             self.dtensors.moved()
         except BaseException as error:
+            told = self._undo(error)
             if self._splits and self.comm.size > 1 and not self.comm.is_dry:
-                report(error)  # others may be in the collectives of splitting; to give back is one too
-            else:
-                self._give_back(list(self.buckets))
-            raise
+                report(told)  # others may be in the collectives of splitting
+            if told is error:
+                raise
+            raise told from error
+
+    def _undo(self, error: BaseException) -> BaseException:
+        """Give back what no other rank is needed for: these may be anywhere. The error, which says where that is not
+        all of the model."""
+        with contextlib.suppress(Exception):
+            self._give_back([b for b in self.buckets if b.is_here])
+        lost = [name for name, p in self.module.named_parameters() if getattr(type(p), "_zoo_bucket", None) is not None]
+        if not lost or not isinstance(error, Exception):
+            return error
+        text = (
+            f"{sentence_of(error)} By then the model was split in part: of {len(lost)} parameter(s), such as "
+            f"{lost[0]!r}, this rank has only a shard. It is of no use any more; build it anew."
+        )
+        if isinstance(error, RankFailedError):
+            return RankFailedError(text, error.ranks)
+        return OffloadError(text) if isinstance(error, OffloadError) else RuntimeError(text)
 
     def _build(
         self, units: UnitChoice | None, group_of: Callable[[nn.Parameter], int], keep_norms: bool,
@@ -309,9 +327,15 @@ class ShardedModel:
 
         Raises:
             CollectiveMismatchError: ranks gave policies of different classes, or with other numbers.
+            RuntimeError: inside of a window, which has a policy of its own until it ends.
         """
         self.refuse_closed()
         self.runtime.check_between("use_residency()")
+        if self.runtime.window is not None:
+            raise RuntimeError(
+                "use_residency() inside of a window, at whose end the policy from before it comes back: call it "
+                "before the window."
+            )
         # Ranks that decide otherwise would wait for each other's gathers.
         self.comm.agree("the residency policy:", of_object(policy), self.buckets[0].device)
         self.settle()
@@ -489,8 +513,10 @@ class ShardedModel:
 
         Raises:
             OffloadError: values cannot be read. What is given back already stays so; another call goes on from there.
+            RuntimeError: inside of ``GatheredParameters``, where ranks may have values of their own.
         """
         if not self.closed:
+            self._check_not_held()
             if self.votes is not None:
                 self.settle()
             self.closed = True
@@ -499,6 +525,14 @@ class ShardedModel:
         if self._to_give is not None:
             self._give_back(self._to_give)
             self._to_give = None
+
+    def _check_not_held(self) -> None:
+        if self.runtime.held:
+            named = ", ".join(bucket.label for bucket in list(self.runtime.held)[:3])
+            raise RuntimeError(
+                f"close() inside of GatheredParameters (of {named}), whose modifier_rank has not told the others yet "
+                "what it wrote: it comes after it."
+            )
 
     def refuse_closed(self) -> None:
         """Raise ValueError after :meth:`close`."""
@@ -514,8 +548,9 @@ class ShardedModel:
                 release_parameter(parameter)
                 parameter.data = value.clone()
             del buckets[0]
-        for parameter in self._frozen_here:
-            parameter.requires_grad_(True)
+        if not any(isinstance(parameter, ShardedParameter) for parameter in self._frozen_here):
+            for parameter in self._frozen_here:
+                parameter.requires_grad_(True)
         self.dtensors.give_back()
         if self.scratch is not None:
             self.scratch.close()

@@ -99,8 +99,9 @@ def _chosen(model: nn.Module, choice: UnitChoice) -> set[str]:
     if callable(choice) and not isinstance(choice, Sequence):
         names = {name for name, module in modules.items() if name and choice(name, module)}
     else:
-        classes = tuple(c for c in choice if isinstance(c, type))
-        objects = {id(c) for c in choice if isinstance(c, nn.Module)}
+        given = list(given)  # which may be gone through once
+        classes = tuple(c for c in given if isinstance(c, type))
+        objects = {id(c) for c in given if isinstance(c, nn.Module)}
         names = {n for n, m in modules.items() if n and (isinstance(m, classes) or id(m) in objects)}
         foreign = objects - {id(m) for m in modules.values()}
         if foreign:
@@ -108,7 +109,7 @@ def _chosen(model: nn.Module, choice: UnitChoice) -> set[str]:
         wrong: list[Any] = [c for c in given if not isinstance(c, (type, nn.Module))]
         if wrong:
             raise ValueError(f"units= has {wrong[0]!r} in it; its members are classes and modules of the model.")
-        if choice and not names and not isinstance(model, classes) and id(model) not in objects:
+        if given and not names and not isinstance(model, classes) and id(model) not in objects:
             listed = ", ".join(c.__name__ for c in classes)
             raise ValueError(f"units=[{listed}] matches no module of the model; units=[] makes it one unit.")
     for name in names:

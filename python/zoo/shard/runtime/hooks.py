@@ -11,6 +11,7 @@ All of it is a constant number of Python operations a unit; nothing is done by p
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,7 @@ class Runtime:
         self._latest: list[Unit | bool] = []  # of the latest training pass
         self.window_calls: dict[Hashable, list[Unit | bool]] = {}  # of each micro-batch of the latest window
         self.held: dict[Bucket, list[int]] = {}
+        self._holds: Counter[Bucket] = Counter()
         self._running: list[Unit] = []
         self._pass = 0  # its number
         self.window: Window | None = None
@@ -262,6 +264,8 @@ class Runtime:
                 if (bucket := getattr(type(tensor), "_zoo_bucket", None)) in self._mine:
                     context.returned[bucket] = None
                 self._hook(tensor, partial(self.backward.on_output_grad, context, index))
+        if index < 0 and unit.partitioned and unit.gradients and torch.is_grad_enabled():
+            context.calls.append(unit)  # frozen for a while, perhaps on this rank alone: others come back to it
 
     @staticmethod
     def _refuse_output(unit: Unit, value: Any) -> None:
@@ -481,7 +485,8 @@ class Runtime:
         before = (stays, parameters.refused)
         self.executor.wait(bucket, exact=True)
         bucket.active += 1
-        if bucket not in self.held:
+        self._holds[bucket] += 1
+        if self._holds[bucket] == 1:
             if bucket.partitioned:
                 parameters.watch()
             self.note(bucket)
@@ -495,9 +500,11 @@ class Runtime:
         """End a :meth:`hold`; with ``forget`` what is gathered is not used any more."""
         was_live, was_hidden = before
         bucket.active = max(bucket.active - 1, 0)  # an abandoned pass has set it to zero
+        self._holds[bucket] -= 1
+        if not self._holds[bucket]:  # a forward may use it all the same
+            del self._holds[bucket], self.held[bucket]
         if bucket.active:
             return
-        self.held.pop(bucket, None)
         if forget or not was_live:
             self.residency.forget(bucket)
         elif was_hidden:

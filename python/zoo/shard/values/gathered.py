@@ -81,8 +81,8 @@ class GatheredParameters:
 
     Raises:
         RuntimeError: a parameter was written to in place without modifier_rank, or one that is not in ``params``: the
-            change would be lost (found by version counters; those of ``Init``'s parameters do not see writes through
-            ``.data``).
+            change is lost, or stays on this rank alone where parameters are whole (found by version counters; those of
+            ``Init``'s parameters do not see writes through ``.data``).
         ValueError: modifier_rank is no rank of the group.
         TypeError: something in ``params`` is no parameter, or modifier_rank no number.
         CollectiveMismatchError: the ranks gave different parameters.
@@ -179,7 +179,7 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lost = self._lost() if kind is None else []
+        lost, stays = self._lost() if kind is None else ([], False)
         told, done = "", False
         try:
             if self._modifier is not None:  # all ranks store, or none does
@@ -192,9 +192,10 @@ class GatheredParameters:
         finally:
             self._let_go(restore=not done, forget=not done)
         if lost:
+            what = "stays on this rank alone, where parameters are whole" if stays else "would be lost"
             raise RuntimeError(
-                f"{', '.join(lost[:5])} was written to inside GatheredParameters, and the change would be lost: name "
-                "it among the parameters and pass modifier_rank, the rank whose values become everybody's."
+                f"{', '.join(lost[:5])} was written to inside GatheredParameters, and the change {what}: name it among "
+                "the parameters and pass modifier_rank, the rank whose values become everybody's."
             )
         if told and kind is None:
             raise RankFailedError(f"{told}. What was written inside GatheredParameters is undone on all ranks.")
@@ -211,17 +212,18 @@ class GatheredParameters:
             owner_of(bucket).writes.let_go(bucket, held, forget=forget)
         self._held.clear()
 
-    def _lost(self) -> list[str]:
-        """The parameters that were written to and will not be stored."""
+    def _lost(self) -> tuple[list[str], bool]:
+        """The parameters that were written to and will not be stored, and whether one of them is whole in any case."""
         # Nothing is lost where nothing was written since the beginning, or since an inner context stored it.
-        found = []
+        found, stays = [], False
         for bucket, slots in self._slots.items():
             noted, before = owner_of(bucket).writes.noted(bucket), self._versions[bucket]
             for slot, version in enumerate(bucket.parameters.versions()):
                 stored = self._modifier is not None and slot in slots
                 if version not in (noted[slot], before[slot]) and not stored:
                     found.append(bucket.called(slot))
-        return found
+                    stays = stays or not bucket.partitioned
+        return found, stays
 
     @torch.no_grad()
     def _store(self, modifier: int) -> None:
