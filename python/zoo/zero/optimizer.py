@@ -374,13 +374,24 @@ class ZeroOptimizer(SavedState):
             self._settle_errors(used=False)
             return None
         try:
-            self.updater.update(factors, groups)
+            self.updater.begin(groups)
+            self._update(factors)
         finally:
             if self.outcome is None:
                 self.clipping.rescale()
         self._settle_errors(used=True)
         self._publish()
         return told(made=True) if self._late and not measured else rest
+
+    def _update(self, factors: Factors) -> None:
+        try:
+            self.updater.update(factors)
+        except BaseException:
+            # What the wrapped optimizer had changed when it failed stays, as in torch, and is brought to all ranks:
+            # those on which it did not fail are on their way to that too.
+            if self.updater.broken is None:
+                self._publish()
+            raise
 
     def _nothing_here(self, tally: Tally | None, told: Callable[..., Outcome | None]) -> Outcome | None:
         """The outcome of a step without gradients on this rank: others may have some, and measure their norm.

@@ -263,12 +263,16 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 # Many at once ----------------------------------------------------------------------------------------------------
 
 
-def _bulk(params: Iterable[nn.Parameter], source: _Source) -> Iterator[tuple[str, torch.Tensor | None]]:
-    buckets: dict[Bucket, list[_Place]] = {}
+def _bulk(
+    params: Iterable[nn.Parameter], source: _Source, *, by_group: bool = False
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """``by_group``: what there is depends on the parameter group too."""
+    alike: dict[tuple[int, int], list[_Place]] = {}
     for place in [_find(p) for p in params]:
-        buckets.setdefault(place.bucket, []).append(place)
-    for bucket in sorted(buckets, key=lambda b: b.index):
-        group = buckets[bucket]
+        number = place.bucket.spec.groups[place.slot] if by_group else 0
+        alike.setdefault((place.bucket.index, number), []).append(place)
+    for key in sorted(alike):
+        group, bucket = alike[key], alike[key][0].bucket
         found = source(group[0], True)
         if found is None or isinstance(found, torch.Tensor):
             yield from ((place.name, None) for place in group)
@@ -297,8 +301,11 @@ def get_full_grads(params: Iterable[nn.Parameter]) -> Iterator[tuple[str, torch.
 def get_full_optimizer_states(
     params: Iterable[nn.Parameter], optim_state_key: str
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(name, whole state or None) of many parameters; see :func:`get_full_fp32_params`. Not for numbers ("step")."""
-    return _bulk(params, partial(_state, key=optim_state_key))
+    """(name, whole state or None) of many parameters; see :func:`get_full_fp32_params`. Not for numbers ("step").
+
+    One collective a bucket and parameter group, which may keep other states: None for those without this one.
+    """
+    return _bulk(params, partial(_state, key=optim_state_key), by_group=True)
 
 
 # Setting ---------------------------------------------------------------------------------------------------------

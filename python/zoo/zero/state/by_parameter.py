@@ -116,9 +116,16 @@ def states_by_position(optimizer: ZeroOptimizer) -> dict[int, dict[str, Any]]:
     One state of one bucket is whole at a time. Before the first step tensors are zeros, and numbers 0.
 
     Raises:
-        NotImplementedError: errors that are fed back, or parts along other mesh axes.
+        NotImplementedError: errors that are fed back, parts along other mesh axes, or states made in a later step.
     """
     _refuse_others(optimizer)
+    late = optimizer.updater.expected.made_later(optimizer.updater.segments, optimizer.param_groups)
+    if late:
+        raise NotImplementedError(
+            f"states by parameter of {type(optimizer.inner).__name__}, which keeps "
+            f"{', '.join(map(repr, sorted(late)))} since a step after its first. Save state_slices() "
+            "and state_scalars(), as zoo's checkpoints do, or state_dict() as it is."
+        )
     optimizer.check_groups()
     optimizer.sharded.settle()
     optimizer.sharded.members.check()

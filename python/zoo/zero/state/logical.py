@@ -322,10 +322,43 @@ def scalars_of(segments: Sequence[Segment]) -> dict[str, float | int]:
     return found
 
 
+LATE = "zero/late/"
+"""Before the name of a state that a first step does not make: a scalar whose value says what kind it is."""
+_ELEMENTS, _NUMBER, _TENSOR = 1.0, 2.0, 3.0
+
+
+def late_scalars(made_later: Mapping[str, Any]) -> dict[str, float]:
+    """What a load needs to know of states that an optimizer makes in a later step than its first, from one of each."""
+    return {
+        f"{LATE}{role}": _NUMBER if not isinstance(value, torch.Tensor) else _TENSOR if value.dim() == 0 else _ELEMENTS
+        for role, value in made_later.items()
+    }
+
+
+def late_roles(scalars: Iterable[str]) -> set[str]:
+    """Their names."""
+    return {key.removeprefix(LATE) for key in scalars if key.startswith(LATE)}
+
+
+def _make_late(segment: Segment, piece: Run, read: Reader, scalars: Mapping[str, float]) -> None:
+    """Make the states that a first step does not make, where the source has them."""
+    for role in sorted(late_roles(scalars) - segment.entries.keys()):
+        kind, like = scalars[f"{LATE}{role}"], segment.tensor
+        made: Any = None
+        if kind == _ELEMENTS:
+            value = _look(read, piece.name, role, piece.where, piece.length)
+            made = None if value is None else torch.zeros(like.shape, dtype=value.dtype, device=like.device)
+        elif (number := scalars.get(f"{role}/{piece.name}")) is not None:
+            made = torch.tensor(float(number)) if kind == _TENSOR else number
+        if made is not None:
+            segment.inner.state[like][role] = made
+
+
 def fill_segment(segment: Segment, read: Reader, scalars: Mapping[str, float]) -> bool:
     """Load a segment's parameters and states; False if the source has no optimizer state for it.
 
-    The optimizer must have the entries that it makes in a step: they are what is looked for.
+    The optimizer must have the entries that it makes in a step: they are what is looked for, beside those that it makes
+    in later ones.
     """
     pieces = []
     for piece in runs_of(segment.bucket, segment.slices()):
@@ -335,6 +368,7 @@ def fill_segment(segment: Segment, read: Reader, scalars: Mapping[str, float]) -
             pieces.append(piece)
     if not pieces:
         return True
+    _make_late(segment, pieces[0], read, scalars)
     found: set[bool] = set()
     for role, tensor in segment.states().items():
         tensor.zero_()  # padding

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from zoo.zero.state.by_parameter import (
     is_by_parameter,
     states_by_name,
 )
-from zoo.zero.state.logical import Reader, Run, StateSlice, runs_of, split_name
+from zoo.zero.state.logical import Reader, Run, StateSlice, late_roles, runs_of, split_name
 from zoo.zero.state.same_state import refuse_others, told_of
 from zoo.zero.update.probe import Keeps
 
@@ -240,7 +240,8 @@ def _check(optimizer: ZeroOptimizer, state: Any) -> None:
     wanted = _wanted(optimizer)
     _check_layout(wanted, lengths)
     check_options(optimizer, _options(state))
-    _check_states(optimizer, wanted, _roles_of(lengths, state["scalars"]), others, _options(state))
+    roles, late = _roles_of(lengths, state["scalars"]), late_roles(state["scalars"])
+    _check_states(optimizer, wanted, roles, others, _options(state), late)
 
 
 def _without_others(saved: _Runs[int]) -> tuple[_Runs[int], dict[str, dict[str, int]]]:
@@ -260,6 +261,8 @@ def _check_parts(state: Any) -> None:
     if not isinstance(state, Mapping):
         raise ValueError(f"load_state_dict() got a {type(state).__name__}; it takes what state_dict() returned.")
     wrong = [key for key, kind in _PARTS.items() if not isinstance(state.get(key), kind)]
+    if not wrong and not all(isinstance(group, Mapping) for group in state["param_groups"]):
+        wrong = ["param_groups"]
     if wrong:
         raise ValueError(
             f"the state_dict has {', '.join(map(repr, state)) or 'nothing'}, and no {', '.join(map(repr, wrong))} of "
@@ -284,9 +287,10 @@ def _check_layout(wanted: _Runs[int], lengths: _Runs[int]) -> None:
 
 def _check_states(
     optimizer: ZeroOptimizer, runs: _Runs[int], roles_of: Mapping[tuple[str, int], set[str]],
-    others: Mapping[str, Mapping[str, int]], groups: list[dict[str, Any]],
+    others: Mapping[str, Mapping[str, int]], groups: list[dict[str, Any]], late: Set[str],
 ) -> None:  # fmt: skip
-    """All states that the optimizer keeps with the saved options are there, and no other ones; or none at all."""
+    """All states that the optimizer keeps with the saved options are there, and no other ones but the ``late`` ones,
+    which it makes after its first step; or none at all."""
     if not optimizer.updater.expected.known:
         return
     keeps_of: dict[tuple[Any, ...], Keeps] = {}
@@ -302,7 +306,7 @@ def _check_states(
         for row in (row for run in runs_of(segment.bucket, segment.slices()) for row in run.rows()):
             name, at = row.name, _run_of(starts[row.name], row.start)
             found = roles_of.get((name, at), set()) | roles_of.get((name, -1), set()) | others.get(name, {}).keys()
-            check_kept(optimizer, name, found, wanted)
+            check_kept(optimizer, name, found - (late - wanted), wanted)
             for role, length in others.get(name, {}).items():
                 if length != keeps_of[kind].others.get(role):
                     who = type(optimizer.inner).__name__

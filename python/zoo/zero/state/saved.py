@@ -69,6 +69,7 @@ class SavedState(Inspection):
         self._check_open()
         self.read_outcome()
         found = state_io.scalars_of(self.updater.segments)
+        found |= state_io.late_scalars(self.updater.expected.made_later(self.updater.segments, self.param_groups))
         if self._scaler is not None:
             found |= {f"zero/{key}": value for key, value in self._scaler.state().items()}
         if self._feedback:
@@ -142,13 +143,14 @@ class SavedState(Inspection):
             reader = reader if exact else state_io.rounded(reader, segment.bucket.spec.dtype)
             return state_io.fill_segment(segment, reader, scalars)
 
-        self.updater.load(fill, self._whole._options_of_update())
-        state_io.fill_frozen([b for b in self.buckets if not b.spec.trainable], read)
-        self._whole._publish()
         mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
         saved_losses = int(mine.pop("feedback_ranks", 0))
-        for bucket in self._trainable:
-            state_io.fill_feedback(bucket, saved_losses, scalars, read)
+        self.updater.load(fill, self._whole._options_of_update())
+        with self.updater.failing():  # what is there by now is a part of it
+            state_io.fill_frozen([b for b in self.buckets if not b.spec.trainable], read)
+            self._whole._publish()
+            for bucket in self._trainable:
+                state_io.fill_feedback(bucket, saved_losses, scalars, read)
         lost = [name for b in self._trainable for name in state_io.owed_to_nobody(b, saved_losses, read)]
         if lost and self.comm.rank == 0:
             _log.warning(

@@ -36,6 +36,7 @@ class ExpectedStates:
         """The groups have these options from now on."""
         self.groups = without_params(groups)
         self._known: dict[tuple[Any, ...], Keeps] = {}
+        self._first: dict[tuple[Any, ...], Keeps] = {}
 
     @property
     def known(self) -> bool:
@@ -54,6 +55,25 @@ class ExpectedStates:
         if not self._unsplit:
             return segment.group, segment.tensor.dtype
         return segment.group, segment.tensor.dtype, segment  # by what else a parameter is too
+
+    def made_later(self, segments: Iterable[Segment], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What is kept of a segment, and a first step with the options of ``groups`` does not make: by name one of its
+        values."""
+        found: dict[str, Any] = {}
+        plain = without_params(groups)
+        on = [
+            tuple((k, v != 0) for k, v in group.items() if k != "lr" and isinstance(v, (bool, int, float)))
+            for group in plain
+        ]
+        for segment in segments if not self._objects else ():
+            kept = {**segment.numbers(), **segment.states()}
+            shape = tuple(segment.tensor.shape) if self._unsplit else ()
+            kind = segment.group, segment.tensor.dtype, shape, on[segment.group]
+            if kept and kind not in self._first:
+                options = plain[segment.group]
+                self._first[kind] = self.of_dtype(segment.group, segment.tensor.dtype, options, segment.tensor)
+            found |= {name: segment.entries[name] for name in kept if name not in self._first[kind].names}
+        return found
 
     def with_options(self, segment: Segment, options: Mapping[str, Any]) -> Keeps:
         """What would be kept of a segment if its parameter group had these options."""

@@ -77,7 +77,7 @@ class UpdateInBackward:
                 self._pieces_of.setdefault(bucket, []).append(index)
         self._missing: list[int] = []  # gradients that each piece still waits for
         self._next = 0
-        self._running = False
+        self._running = self._begun = False
         self.done = False  # a backward has updated everything, and step() has not been called since
 
     def begin(self) -> None:
@@ -96,7 +96,7 @@ class UpdateInBackward:
         self._take_writes()
         self._updater.begin(self._options())
         self._missing = [len(piece) for piece in self._pieces]
-        self._next, self._running = 0, True
+        self._next, self._running, self._begun = 0, True, False
 
     @torch.no_grad()
     def reduced(self, bucket: Bucket) -> None:
@@ -112,6 +112,7 @@ class UpdateInBackward:
         while self._next < complete:
             if complete - self._next <= patience and not self._updater.arrived(self._next):
                 return
+            self._begun = True
             self._updater.run(self._next, UNCHANGED)
             for bucket in self._pieces[self._next]:
                 if self._pieces_of[bucket][-1] == self._next and bucket.gradients is not None:
@@ -146,7 +147,7 @@ class UpdateInBackward:
         """The backward ended with an exception."""
         if self._running:
             self._running = False
-            if self._next:
+            if self._begun:
                 self._updater.give_up("a backward that updates ended with an exception")
             else:
                 self._updater.drop_read()

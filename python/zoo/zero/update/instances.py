@@ -28,12 +28,15 @@ _HOOKS = tuple(
 _OF_SCHEDULES = frozenset({"_opt_called", "_step_count"})
 """What torch's schedules leave on an optimizer."""
 _OURS = frozenset({*_HOOKS, "state", "param_groups", "defaults"})
+_REFUSED = ("step", "add_param_group", "state_dict", "load_state_dict")
 _INSTEAD = "pass the class (optimizer=torch.optim.AdamW) and its arguments (lr=3e-4) instead."
 
 
 def check(instance: torch.optim.Optimizer, params: Iterable[Any] | None, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an instance that was used, is a wrapper itself, or came with arguments that are its own."""
+    """Raise ValueError for an instance that was used, is taken over, is a wrapper itself, or came with arguments that
+    are its own. One whose taker was closed is as it was before."""
     name = type(instance).__name__
+    _free(instance)
     if isinstance(instance, OuterOptimizer):
         raise ValueError(f"optimizer= is a {name}, which wraps an optimizer itself and cannot be wrapped again.")
     if options:
@@ -195,30 +198,76 @@ class Follows:
             self._seen[name] = value
 
 
+class _Retired:
+    """An instance that an optimizer has taken over, and what was there in the place of what refuses now.
+
+    Attributes:
+        watch: the hook that tells schedules of the taker's steps.
+    """
+
+    watch: Any
+
+    def __init__(self, instance: torch.optim.Optimizer, owner: Any) -> None:
+        self._instance, self._owner, self._taker = instance, weakref.ref(owner), type(owner).__name__
+        self._before = {name: vars(instance).get(name) for name in _REFUSED}  # a schedule may have put one there
+
+    def refusing(self, name: str) -> Any:
+        """What takes the place of a method."""
+        method = getattr(self._instance, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            owner = self._owner()
+            if owner is None:
+                return method(*args, **kwargs)
+            kind = type(self._instance).__name__
+            if owner.sharded.closed:
+                raise ValueError(
+                    f"{name}() of the {kind} instance that a {self._taker} took over, which was closed since: the "
+                    f"instance has no states of the model's training. Construct a new {kind}."
+                )
+            raise ValueError(f"{name}() of the {kind} instance that a {self._taker} took over; call its {name}().")
+
+        call._zoo_retired = self  # type: ignore[attr-defined]
+        return call
+
+    def free(self) -> None:
+        """The instance may be taken over again.
+
+        Raises:
+            ValueError: the one that took it is not closed.
+        """
+        owner = self._owner()
+        if owner is not None and not owner.sharded.closed:
+            raise ValueError(
+                f"optimizer= is an instance of {type(self._instance).__name__} that a {self._taker} has taken over "
+                "already. close() that one first, or construct another instance."
+            )
+        for name, value in self._before.items():
+            if value is not None:
+                setattr(self._instance, name, value)
+            else:
+                vars(self._instance).pop(name, None)
+        self.watch.remove()
+
+
+def _free(instance: torch.optim.Optimizer) -> None:
+    retired: _Retired | None = getattr(vars(instance).get("step"), "_zoo_retired", None)
+    if retired is not None:
+        retired.free()
+
+
 def retire(instance: torch.optim.Optimizer, owner: torch.optim.Optimizer, inner: Any) -> Follows:
     """While ``owner`` exists the instance holds options only: a step of its own would be a second update, and its
     state is none. Hooks that were registered on it, or will be, are hooks of the owner."""
     for name in _HOOKS:
         setattr(owner, name, getattr(instance, name))  # the very dict, of which the user's handles remove them
-    reference, taker = weakref.ref(owner), type(owner).__name__
     held: Any = instance
-
-    def refused(name: str, method: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if reference() is None:
-                return method(*args, **kwargs)
-            raise ValueError(
-                f"{name}() of the {type(instance).__name__} instance that a {taker} took over; call its {name}()."
-            )
-
-        return call
-
+    retired = _Retired(instance, owner)
+    for name in _REFUSED:
+        setattr(held, name, retired.refusing(name))
     # A schedule that was made from the instance watches whether its step was called: that of the owner counts.
-    held.step = refused("step", held.step)
     held.step._wrapped_by_lr_sched = True
-    for name in ("add_param_group", "state_dict", "load_state_dict"):
-        setattr(held, name, refused(name, getattr(held, name)))
-    owner.register_step_post_hook(lambda *_: setattr(held, "_opt_called", True))
+    retired.watch = owner.register_step_post_hook(lambda *_: setattr(held, "_opt_called", True))
     if inner.state is not instance.state:
         instance.state.clear()
     return Follows(instance, inner)

@@ -104,13 +104,13 @@ def cannot_be_unsplit(
 def whole_segments(
     buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]], *, masters: bool
 ) -> list[WholeTensor]:
-    """One for each parameter, in the order of the groups."""
+    """One for each parameter of the buckets, in the order of the groups; those of an instance have frozen ones too."""
     made = {
         id(parameter): _whole(bucket, slot, masters=masters)
         for bucket in buckets
         for slot, parameter in enumerate(bucket.spec.parameters)
     }
-    return [made[id(parameter)] for group in groups for parameter in group["params"]]
+    return [made[id(parameter)] for group in groups for parameter in group["params"] if id(parameter) in made]
 
 
 def are_parameters(buckets: Sequence[Bucket], *, masters: bool) -> bool:

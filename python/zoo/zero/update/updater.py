@@ -140,9 +140,11 @@ class Updater:
         inner: list[dict[str, Any]] = [{**g, "params": []} for g in self.expected.groups]
         for segment in self.segments:
             inner[segment.group]["params"].append(segment.tensor)
+        trained = {id(p) for bucket in self.buckets for p in bucket.spec.parameters}
         for made, group in zip(inner, groups, strict=True):
             if self._unsplit and "param_names" in group:
-                made["param_names"] = list(group["param_names"])
+                named = zip(group["param_names"], group["params"], strict=True)
+                made["param_names"] = [name for name, parameter in named if id(parameter) in trained]
         with self._as_they_are(self.segments if self._unsplit else ()):
             return self._optimizer(inner, **options)
 
@@ -225,17 +227,13 @@ class Updater:
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def update(self, factors: Factors, groups: Sequence[dict[str, Any]]) -> None:
-        """One step with the reduced gradients, multiplied. Collective with parts.
-
-        Args:
-            factors: what by.
-            groups: their options count.
+    def update(self, factors: Factors) -> None:
+        """One step with the reduced gradients, multiplied by ``factors``, after :meth:`begin`. Collective with parts.
 
         Raises:
             OffloadError: a device failed; this and every later step, until a state is loaded.
+            Exception: whatever the optimizer raises; what it has changed by then is changed.
         """
-        self.begin(groups)
         for index in range(len(self._pieces)):
             self.run(index, factors)
         if self._meetings is not None:
@@ -323,12 +321,12 @@ class Updater:
     def read_ahead(self) -> None:
         """What the first pieces of the next step need may come in by now."""
         if self._stream is not None and self._pieces:
-            with self._failing():
+            with self.failing():
                 self._stream.begin(0)
 
     def _finish_writes(self) -> None:
         if self._stream is not None:
-            with self._failing():
+            with self.failing():
                 self._stream.finish()
 
     def check_whole(self) -> None:
@@ -355,13 +353,14 @@ class Updater:
         if self._stream is None:
             yield
             return
-        with self._failing():
+        with self.failing():
             self._stream.load(index)
             yield
             self._stream.store(index)
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
+        """What is left with an exception leaves a mixture of states behind: see :meth:`give_up`."""
         try:
             yield
         except BaseException as error:
@@ -414,12 +413,14 @@ class Updater:
                 gradient = factors.apply(gradient, kept=shared)
             segment.tensor.grad = gradient
         options = {"grad_scale": factors.product()} if self._scales else {}
-        if factors.found_inf is None:
-            self.inner.step(**options)
-        else:
-            self._step_unless(factors.found_inf, options)
-        for segment in piece:
-            segment.tensor.grad = None
+        try:
+            if factors.found_inf is None:
+                self.inner.step(**options)
+            else:
+                self._step_unless(factors.found_inf, options)
+        finally:
+            for segment in piece:
+                segment.tensor.grad = None
 
     def _step_unless(self, found_inf: torch.Tensor, options: dict[str, Any]) -> None:
         """A step that changes nothing where the device finds 1 there."""
@@ -459,7 +460,7 @@ class Updater:
             self._stream.forget()
         self._take_options(groups)
         self.expected.take(groups)
-        with self._failing(), self._restoring_groups():
+        with self.failing(), self._restoring_groups():
             for index, (buckets, piece) in enumerate(self._pieces):
                 self._restrict(piece)
                 if self._parts is not None:
