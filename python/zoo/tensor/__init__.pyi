@@ -1,3 +1,4 @@
+from .huggingface import plan_of as plan_of
 from .loading import load as load
 from .loading import parameters_on_meta as parameters_on_meta
 from .loading import slices as slices
@@ -10,5 +11,7 @@ from .plans import Cut as Cut
 from .plans import Plan as Plan
 from .plans import Rule as Rule
 from .plans import Take as Take
+from .proof import Proof as Proof
+from .proof import prove as prove
 from .region import Region as Region
 from .splitting import split as split

@@ -75,7 +75,7 @@ class Count:
 
     Attributes:
         attribute: the name; with a dot, of an object that the module then gets a copy of its own of.
-        dims: what it counts: each rank sets the product of its own sizes.
+        dims: what it counts: each rank sets the product of its own sizes, whole ones of dims that no rule cuts.
     """
 
     module: str

@@ -21,6 +21,7 @@ from zoo.tensor.dims import Dims
 from zoo.tensor.layers import Column, Features, Part, Row, Vocabulary, become, part_of
 from zoo.tensor.plans import AXIS, Count, Cut, Plan, Rule, Take, matches
 from zoo.tensor.region import Region
+from zoo.tensor.shares import HEAD, KV, QUERY
 
 LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", "FalconLinear")
 TURNED = ("Conv1D",)
@@ -202,12 +203,15 @@ def _resize(module: nn.Module, part: Part, kind: type[nn.Module]) -> None:
 def _counts(model: nn.Module, plan: Plan, setting: Setting) -> list[Callable[[], None]]:
     found: list[Callable[[], None]] = []
     share = plan.share(setting.comm.size, setting.comm.rank, setting.grain)
+    known, dealt = dict(plan.sizes), {HEAD, KV, QUERY} | {rule.cut for rule in plan.rules}
     for count in plan.counts:
         value = 1
         for factor in Dims.parse(count.dims).factors:
             if isinstance(factor, tuple):
                 raise ValueError(f"{count}: a product of dims, without brackets.")
-            size = share.size(factor.name) if factor.size is None else factor.size
+            size = factor.size
+            if size is None:
+                size = share.size(factor.name) if factor.name in dealt else known.get(factor.name)
             if size is None:
                 raise ValueError(f"{count}: the plan has no size for {factor.name!r}.")
             value *= size
