@@ -12,11 +12,21 @@ COMMON = {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 22, "v
 GROUPED = {**COMMON, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 4}
 GPT = {"vocab_size": 53, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 32}
 FALCON = {"vocab_size": 53, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 9, "bias": True}
+EXPERTS = {"moe_intermediate_size": 10, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", "BertConfig", {**COMMON, "num_attention_heads": 6}),
     "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 53, "hidden_size": 48, "n_layer": 2, "n_head": 6}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config",
+                    {**COMMON, **EXPERTS, "num_attention_heads": 6, "num_key_value_heads": 6, "q_lora_rank": 12,
+                     "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+                     "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}),
+    "deepseek_v3-direct": ("DeepseekV3ForCausalLM", "DeepseekV3Config",
+                           {**COMMON, **EXPERTS, "num_attention_heads": 6, "num_key_value_heads": 6,
+                            "q_lora_rank": None, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+                            "v_head_dim": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+                            "first_k_dense_replace": 0}),
     "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig",
                    {"vocab_size": 53, "dim": 48, "n_layers": 2, "n_heads": 6, "hidden_dim": 22}),
     "falcon-one": ("FalconForCausalLM", "FalconConfig", FALCON),
@@ -36,12 +46,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**COMMON, "num_attention_heads": 6}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**GROUPED, "tie_word_embeddings": True}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**GROUPED, "sliding_window": 3}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig",
+                {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}),
     "opt": ("OPTForCausalLM", "OPTConfig",
             {"vocab_size": 53, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "ffn_dim": 22,
              "word_embed_proj_dim": 24, "max_position_embeddings": 32}),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**GROUPED, "max_position_embeddings": 32}),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GROUPED),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig",
+                  {**GROUPED, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 14,
+                   "mlp_only_layers": [1]}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**GROUPED, **EXPERTS, "num_experts": 4}),
     "t5": ("T5ForConditionalGeneration", "T5Config",
            {"vocab_size": 53, "d_model": 48, "d_kv": 4, "d_ff": 22, "num_layers": 2, "num_heads": 6}),
     "t5-gated": ("T5ForConditionalGeneration", "T5Config",

@@ -11,18 +11,30 @@ from torch import nn
 
 pytest.importorskip("transformers")
 import transformers
-from tests.tensor.hub import GROUPED, NO_TOKENS, model_of
+from tests.tensor.hub import EXPERTS, GROUPED, NO_TOKENS, model_of
 
 from zoo.tensor import Rule, plan_of, prove
 from zoo.tensor.huggingface import of_styles
 
-STYLED = {"cohere": "Cohere", "glm": "Glm", "granite": "Granite", "olmo2": "Olmo2", "starcoder2": "Starcoder2"}
+STYLED = {
+    "glm4_moe_lite": "Glm4MoeLite",
+    "cohere": "Cohere",
+    "glm": "Glm",
+    "granite": "Granite",
+    "olmo2": "Olmo2",
+    "starcoder2": "Starcoder2",
+}
+
+LATENT = {
+    **EXPERTS, "num_key_value_heads": 9, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 
 
 def styled(name: str) -> Any:
     kind, config = getattr(transformers, f"{STYLED[name]}ForCausalLM"), getattr(transformers, f"{STYLED[name]}Config")
     with torch.device("meta"):
-        return kind(config(**{**NO_TOKENS, **GROUPED}))
+        return kind(config(**{**NO_TOKENS, **GROUPED, **(LATENT if "moe" in name else {})}))
 
 
 @pytest.mark.parametrize("name", STYLED)
@@ -32,7 +44,7 @@ def test_models_of_no_family_are_split_by_the_styles_that_they_ship(name: str) -
     assert max(found.outputs, found.gradients or 0.0) < 1e-13
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gptj", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gptj", "mixtral", "qwen3", "qwen3_moe"])
 def test_styles_say_the_same_of_matrices_as_families_do(name: str) -> None:
     model = model_of(name)
     family, styles = plan_of(model), of_styles(model)
@@ -80,16 +92,24 @@ class Styled(nn.Module):
 def test_every_style_is_a_rule(style: str, rule: Rule) -> None:
     plan = plan_of(Styled({"attn.q_proj": style, "attn.g_proj": "replicate", "attn.out": "local_params"}))
     assert plan.rules == (Rule(module="words", rows="vocab", cut="vocab"), rule)
-    assert [(count.attribute, count.dims) for count in plan.counts] == [("num_heads", "head")]
+    counts = [] if rule.gather else [("num_heads", "head")]  # heads are whole where outputs are gathered
+    assert [(count.attribute, count.dims) for count in plan.counts] == counts
 
 
 @pytest.mark.parametrize(
     "style",
-    ["all_reduce", "embedding_colwise", "mla_kv_a_proj", "moe_identity_expert", "sequence_parallel", "own_style"],
+    ["all_reduce", "embedding_colwise", "moe_identity_expert", "sequence_parallel", "own_style"],
 )
 def test_styles_that_rules_cannot_say_are_refused_by_name(style: str) -> None:
     with pytest.raises(ValueError, match=f"style '{style}' for attn.out, which rules cannot say; they can say colwise"):
         plan_of(Styled({"attn.q_proj": "colwise", "attn.out": style}))
+
+
+def test_styles_within_experts_are_one_rule() -> None:
+    model = model_of("mixtral")
+    model._tp_plan |= {"model.layers.*.mlp.experts.down_proj": "replicate"}  # type: ignore[operator, assignment]
+    with pytest.raises(ValueError, match=r"style 'replicate' for .*down_proj, within experts, where rules can say col"):
+        of_styles(model)
 
 
 def test_what_is_not_known_is_told() -> None:

@@ -58,6 +58,16 @@ WRONG: dict[str, tuple[str, Callable[[Plan], Plan], str]] = {
         lambda p: without(p, "q_norm"),
         "gradient of model.layers.0.self_attn.q_norm.weight differs",
     ),
+    "Mixtral's halves as one": (
+        "mixtral",
+        lambda p: changed(p, "experts", inside=(("gate_up_proj", 1, "inner part=2"), ("down_proj", 2, "inner"))),
+        "outputs differs",
+    ),
+    "DeepSeek without its rotary key": (
+        "deepseek_v3",
+        lambda p: without(p, "kv_a_proj_with_mqa"),
+        "gradient of model.embed_tokens.weight differs",
+    ),
     "T5 without biases of heads": ("t5", lambda p: without(p, "relative_attention_bias"), "the split model fails"),
     "OPT with a head in parts": (
         "opt",

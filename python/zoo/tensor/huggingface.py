@@ -19,7 +19,9 @@ from zoo.tensor.plans import Count, Plan, Rule, matches
 
 KIND = "tensor_family"
 """Of the registry: ``model_type`` → ``plan(config)``."""
-_QUERIES = frozenset({"q", "q_lin", "q_proj", "query", "query_proj", "wq"})
+_LATENTS = ("kv_lora_rank", "qk_rope_head_dim")
+"""Sizes of a configuration: what heads are made of, and the rotary key that all of them read."""
+_QUERIES = frozenset({"q", "q_b_proj", "q_lin", "q_proj", "query", "query_proj", "wq"})
 _KEYS = frozenset(
     {"k", "k_lin", "k_proj", "key", "key_proj", "v", "v_lin", "v_proj", "value", "value_proj", "wk", "wv"}
 )
@@ -94,7 +96,10 @@ def of_styles(model: nn.Module) -> Plan:
     dealt = [path for path, style in there.items() if style not in _GATHERED]
     attentions = {path.rpartition(".")[0] for path in dealt if path.rpartition(".")[2] in _QUERIES}
     ends = {rule.module for rule in words} | _ends(model, modules)
-    rules = [_rule(path, style, attentions, name) for path, style in there.items() if path not in ends]
+    experts = [path for path, style in there.items() if style == "moe_tp_experts"]
+    inside = {path for path in there if path.rpartition(".")[0] in experts}
+    rules: list[Rule | None] = [_experts(path, there, name) for path in experts]
+    rules += [_rule(path, there[path], attentions, name) for path in there if path not in {*experts, *inside, *ends}]
     if not any(rules):
         raise ValueError(
             f"{name} is of no family that zoo knows and ships tensor-parallel styles for its vocabulary alone; give a "
@@ -103,7 +108,7 @@ def of_styles(model: nn.Module) -> Plan:
     counts = [count for at in sorted(attentions) for count in _counts(at, modules, heads, kv)]
     return Plan(
         name=f"styles of {config.model_type}",
-        sizes=(("head", heads), ("kv", kv), ("vocab", config.vocab_size)),
+        sizes=(("head", heads), ("kv", kv), ("vocab", config.vocab_size), *_latents(config, there.values())),
         rules=(*words, *(rule for rule in rules if rule is not None)),
         counts=tuple(counts),
         layers=next((path[: path.index("*") + 1] for path in there if "*" in path), ""),
@@ -116,12 +121,14 @@ def _rule(path: str, style: str, attentions: Iterable[str], model: str) -> Rule 
         return None
     parent, _, name = path.rpartition(".")
     within = parent in attentions
+    inner = "head dim" if within else "inner"
+    if within and name == "kv_b_proj" and style == "colwise":  # keys and values of each query head
+        return Rule(module=path, rows="head dim", cut="head")
     if within and style == "colwise" and name not in _QUERIES | _KEYS:
         raise ValueError(
             f"{model} ships the style colwise for {path}, within attention, and its name does not say which rows are a "
             "head's; give a plan (zoo.tensor.Plan)."
         )
-    inner = "head dim" if within else "inner"
     known: dict[str, Callable[[], Rule]] = {
         "colwise": lambda: _rows(path, name),
         "packed_colwise": lambda: Rule(module=path, rows="part=2 inner", cut="inner"),
@@ -131,6 +138,7 @@ def _rule(path: str, style: str, attentions: Iterable[str], model: str) -> Rule 
         "rowwise_split_input": lambda: Rule(module=path, columns="inner", cut="inner", scatter=True),
         "embedding_rowwise": lambda: Rule(module=path, rows="vocab", cut="vocab"),
         "replicated_with_grad_allreduce": lambda: Rule(module=path, partial=True),
+        "mla_kv_a_proj": lambda: Rule(module=path, outputs=f"({' '.join(_LATENTS)})", cut=_LATENTS[-1]),
     }
     known |= {"colwise_rep": known["colwise_gather_output"], "rowwise_rep": known["rowwise_split_input"]}
     if style not in known:
@@ -139,6 +147,30 @@ def _rule(path: str, style: str, attentions: Iterable[str], model: str) -> Rule 
             f"{', '.join(sorted({*known, *_PLAIN}))}. Give a plan (zoo.tensor.Plan)."
         )
     return known[style]()
+
+
+def _experts(module: str, styles: Mapping[str, str], model: str) -> Rule:
+    """Of experts whose matrices are parameters (E, rows, columns) of one module."""
+    known = {
+        "colwise": (-2, "inner"), "packed_colwise": (-2, "part=2 inner"),
+        "rowwise": (-1, "inner"), "packed_rowwise": (-1, "part=2 inner"),
+    }  # fmt: skip
+    found = []
+    for path, style in styles.items():
+        if path.rpartition(".")[0] != module:
+            continue
+        if style not in known:
+            raise ValueError(
+                f"{model} ships the style {style!r} for {path}, within experts, where rules can say "
+                f"{', '.join(sorted(known))}. Give a plan (zoo.tensor.Plan)."
+            )
+        found.append((path.rpartition(".")[2], *known[style]))
+    return Rule(module=module, inside=tuple(found), cut="inner")
+
+
+def _latents(config: Any, styles: Iterable[str]) -> list[tuple[str, int]]:
+    """Sizes of what the first matrix of latent attention makes, where there is one."""
+    return [(name, getattr(config, name)) for name in _LATENTS] if "mla_kv_a_proj" in styles else []
 
 
 def _rows(path: str, name: str) -> Rule:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ class Part:
         rows: the rows of a whole weight that this rank multiplies by; None: the weight is the part.
         take: the order in which the model sees outputs, of the rows that are multiplied; None as they are.
         turned: the weight is (in, out), not (out, in).
+        direct: of outputs that are whole, [start, stop) of what goes straight to heads of all ranks.
     """
 
     region: Region
@@ -40,6 +42,7 @@ class Part:
     take: tuple[Run, ...] | None = None
     sizes: tuple[int, ...] | None = None
     scatter: bool = False
+    direct: Run | None = None
 
 
 def part_of(module: nn.Module) -> Part | None:
@@ -143,6 +146,34 @@ class Features(nn.Embedding):
         part: Part = self.__dict__[_STATE]
         y = F.embedding(ids, self.weight, self.padding_idx)
         return y if part.take is None else _at(y, part.take, -1)
+
+
+class Inside(nn.Module):
+    """y = Σ over ranks of what the module computes with this rank's parts of its parameters; inputs are whole.
+
+    Which experts get which token is computed by every rank from the same bits.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        part: Part = self.__dict__[_STATE]
+
+        def enter(x: Any) -> Any:
+            return part.region.enter(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+        y: torch.Tensor = super().forward(*map(enter, args), **{key: enter(x) for key, x in kwargs.items()})
+        return part.region.leave(y)
+
+
+class Direct(nn.Module):
+    """y = (a, b, c), of which b goes to the heads of every rank: its gradient is summed, that of a and c is not."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        part: Part = self.__dict__[_STATE]
+        y: torch.Tensor = super().forward(*args, **kwargs)
+        if part.direct is None or not (torch.is_grad_enabled() and y.requires_grad):
+            return y
+        start, stop = part.direct
+        return torch.cat([y[..., :start], part.region.enter(y[..., start:stop]), y[..., stop:]], dim=-1)
 
 
 KEEP = "_zoo_keeps_parts"

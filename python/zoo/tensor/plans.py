@@ -29,9 +29,15 @@ class Rule:
       summed over ranks; the bias is added once, after that.
     * of an embedding, ``rows`` deal the vocabulary (a masked lookup, then a sum), ``columns`` its features.
     * ``partial``: nothing is dealt, and each rank's gradient is a summand: norms within attention.
+    * ``inside``: the module computes with parts of its own parameters, and its output is a sum over ranks: experts
+      whose matrices are one tensor (E, I, C).
+    * ``outputs``: nothing is dealt, and of its outputs the dim ``cut`` goes straight to the heads of every rank: the
+      rotary key of latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1.3). Its gradient is summed.
 
     Attributes:
         module: the pattern. rows, columns: named dims (:mod:`zoo.tensor.dims`), one of the two, or none.
+        inside: (parameter, which dim of it, what is along that dim) for every parameter of the module.
+        outputs: dims that lie one after the other: "(kv_lora_rank qk_rope_head_dim)".
         cut: the name of the dim that is dealt.
         gather: with ``rows``: outputs are gathered, so that each rank has all of them.
         scatter: with ``columns``: inputs are whole, and each rank takes its own.
@@ -44,26 +50,40 @@ class Rule:
     gather: bool = False
     scatter: bool = False
     partial: bool = False
+    inside: tuple[tuple[str, int, str], ...] = ()
+    outputs: str = ""
 
     def __post_init__(self) -> None:
-        ways = [bool(self.rows), bool(self.columns), self.partial]
+        ways = [bool(self.rows), bool(self.columns), self.partial, bool(self.inside), bool(self.outputs)]
         if sum(ways) != 1 or bool(self.cut) == self.partial or (self.gather and not self.rows):
             raise ValueError(
                 f"a rule for {self.module!r} got rows={self.rows!r}, columns={self.columns!r}, cut={self.cut!r}, "
-                f"partial={self.partial}, gather={self.gather}; it takes rows and cut (and gather), or columns and cut "
-                "(and scatter), or partial alone."
+                f"partial={self.partial}, inside={self.inside}, outputs={self.outputs!r}, gather={self.gather}; it "
+                "takes rows and cut (and gather), or columns and cut (and scatter), inside and cut, outputs and cut, "
+                "or partial alone."
             )
-        if not self.partial and self.cut not in {d.name for f in self.dims.factors for d in _names(f)}:
+        _ = self.within  # says what is wrong with dims of it
+        if not (self.partial or self.inside) and self.cut not in {d.name for f in self.dims.factors for d in _names(f)}:
             raise ValueError(f"a rule for {self.module!r} cuts {self.cut!r}, and has the dims {self.dims.text!r}.")
 
     @cached_property
     def dims(self) -> Dims:
         """Of what is dealt."""
-        return Dims.parse(self.rows or self.columns)
+        return Dims.parse(self.rows or self.columns or self.outputs)
+
+    @cached_property
+    def within(self) -> dict[str, Rule]:
+        """Of ``inside``: by parameter, the rule for its dealt dim."""
+        return {name: Rule(module=f"{self.module}.{name}", rows=dims, cut=self.cut) for name, _, dims in self.inside}
 
     def __str__(self) -> str:
         if self.partial:
             return f"{self.module}: whole, gradients are summed"
+        if self.outputs:
+            return f"{self.module}: whole, of its outputs {self.outputs!r} gradients of {self.cut!r} are summed"
+        if self.inside:
+            parts = ", ".join(f"{name} dim {dim} {dims!r}" for name, dim, dims in self.inside)
+            return f"{self.module}: {parts}, cut {self.cut!r}, outputs summed"
         way = f"rows {self.rows!r}" if self.rows else f"columns {self.columns!r}"
         more = ", outputs gathered" if self.gather else ", of whole inputs" if self.scatter else ""
         return f"{self.module}: {way}, cut {self.cut!r}{more}"
@@ -203,7 +223,7 @@ class Plan:
         given = dict(data)
         given["sizes"] = tuple(dict(given.get("sizes", {})).items())
         for key, kind in lists.items():
-            given[key] = tuple(_made(kind, item) for item in given.get(key, ()))
+            given[key] = tuple(_made(kind, _plain(item)) for item in given.get(key, ()))
         return _made(cls, given)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
@@ -221,6 +241,11 @@ def _made(kind: Any, given: Mapping[str, Any]) -> Any:
         allowed = ", ".join(f.name for f in fields(kind))
         raise ValueError(f"{kind.__name__.lower()} got {', '.join(unknown)}; it has {allowed}.")
     return kind(**given)
+
+
+def _plain(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists of JSON as the tuples that they were."""
+    return {key: tuple(map(tuple, value)) if isinstance(value, list) else value for key, value in item.items()}
 
 
 def _names(factor: Any) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zoo.tensor.families.pieces import has_experts
 from zoo.tensor.plans import Plan
 from zoo.tensor.shares import HEAD, KV
 
@@ -58,7 +59,8 @@ def shrunken(config: Any, plan: Plan, degree: int, grain: int = 1) -> Small:
     sizes["vocab_size"] = grain * (degree * -(-16 // degree) + 1)
     grains = degree + 1 if degree > 1 else 2
     sizes |= {name: grain * (grains + number * degree) for number, name in enumerate(_INNER)}
-    sizes |= {name: min(most, getattr(config, name, None) or most) for name, most in _FIXED.items()}
+    fixed = {name: getattr(config, name, None) for name in _FIXED}
+    sizes |= {name: min(_FIXED[name], value) for name, value in fixed.items() if value is not None}
     for name in ("num_key_value_heads", "num_kv_heads"):
         sizes[name] = kv if getattr(config, name, None) == known.get(KV) else num
     if getattr(config, "word_embed_proj_dim", None) is not None:
@@ -68,6 +70,8 @@ def shrunken(config: Any, plan: Plan, degree: int, grain: int = 1) -> Small:
         follows = isinstance(getattr(type(small), name, None), property)
         if getattr(small, name, None) is not None and not follows:
             setattr(small, name, value)
+    if getattr(small, "qk_rope_head_dim", None) is not None:
+        small.head_dim, small.qk_head_dim = small.qk_rope_head_dim, small.qk_nope_head_dim + small.qk_rope_head_dim
     _other(small, sizes["vocab_size"])
     return Small(small, _resized(plan, {HEAD: num, KV: kv, "vocab": sizes["vocab_size"], "dim": dim}, before, small))
 
@@ -93,10 +97,14 @@ def _layers(config: Any) -> None:
         for name, value in vars(config).items()
         if isinstance(value, (list, tuple)) and len(value) == number and number > 1
     }
+    experts = [has_experts(config, layer) for layer in range(number)]
     kinds: dict[tuple[str, ...], int] = {}
     for layer in range(number):
-        kinds.setdefault(tuple(str(value[layer]) for value in lists.values()), layer)
+        kinds.setdefault((str(experts[layer]), *(str(value[layer]) for value in lists.values())), layer)
     chosen = sorted({*list(kinds.values())[:4], *range(min(number, 2))})
+    if getattr(config, "mlp_only_layers", None) is not None:
+        config.mlp_only_layers = [at for at, layer in enumerate(chosen) if not experts[layer]]
+        config.decoder_sparse_step = 1
     for name, value in lists.items():
         setattr(config, name, [value[layer] for layer in chosen])
     for name in _LAYERS:
@@ -142,7 +150,7 @@ def _resized(plan: Plan, sizes: Mapping[str, int], before: Any, small: Any) -> P
     known = vars(before)
     found = []
     for name, value in plan.sizes:
-        new = {sizes[name]} if name in sizes else set()
+        new = {sizes[name]} if name in sizes else {getattr(small, name)} if hasattr(small, name) else set()
         if not new:
             new = {getattr(small, key) for key, old in known.items() if type(old) is int and old == value}
         if len(new) != 1:

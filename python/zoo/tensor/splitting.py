@@ -18,7 +18,7 @@ from torch import nn
 from zoo.comm import Communicator
 from zoo.layout import Box, Boxes, declare_partial, declare_split
 from zoo.tensor.dims import Dims
-from zoo.tensor.layers import Column, Features, Part, Row, Vocabulary, become, part_of
+from zoo.tensor.layers import Column, Direct, Features, Inside, Part, Row, Vocabulary, become, part_of
 from zoo.tensor.plans import AXIS, Count, Cut, Plan, Rule, Take, matches
 from zoo.tensor.region import Region
 from zoo.tensor.shares import HEAD, KV, QUERY
@@ -121,6 +121,10 @@ def _change(
             )
     if rule.partial:
         return _Change(path, module, rule, None, None, tuple((p, 0, None) for p in parameters.values()))
+    if rule.outputs:
+        return _Change(path, module, rule, Direct, _direct(rule, plan, region), ())
+    if rule.inside:
+        return _inside(path, module, rule, plan, setting, region)
     turned = _is_turned(path, module)
     weight = parameters["weight"]
     embedding = isinstance(module, nn.Embedding)
@@ -144,6 +148,39 @@ def _change(
     of_weight = (weight, dim, None if stays else cut)
     of_bias = [(parameters["bias"], 0, None if stays else cut)] if rule.rows and "bias" in parameters else []
     return _Change(path, module, rule, kind, part, (of_weight, *of_bias))
+
+
+def _inside(
+    path: str, module: nn.Module, rule: Rule, plan: Plan, setting: Setting, region: Region
+) -> _Change:  # fmt: skip
+    parameters, comm = dict(module.named_parameters(recurse=False)), setting.comm
+    if set(parameters) != set(rule.within):
+        raise ValueError(
+            f"{path} has the parameters {', '.join(parameters)}, and the rule for it names {', '.join(rule.within)}; "
+            "it takes all of them, since the output is a sum over ranks."
+        )
+    cuts = []
+    for name, dim, _ in rule.inside:
+        parameter = parameters[name]
+        dim %= parameter.ndim
+        cut = plan.cut(rule.within[name], parameter.shape[dim], comm.size, comm.rank, setting.grain)
+        if cut.shared or cut.take:
+            raise ValueError(f"{path}.{name}: heads, which ranks may have in common, are cut in linear layers only.")
+        cuts.append((parameter, dim, cut))
+    return _Change(path, module, rule, Inside, Part(region, cuts[0][2], cuts[0][1]), tuple(cuts))
+
+
+def _direct(rule: Rule, plan: Plan, region: Region) -> Part:
+    """What the outputs of a whole module are, one after the other."""
+    sizes, start = dict(plan.sizes), 0
+    for dim in (dim for factor in rule.dims.factors for dim in (factor if isinstance(factor, tuple) else (factor,))):
+        size = sizes.get(dim.name) if dim.size is None else dim.size
+        if size is None:
+            raise ValueError(f"{rule}: the plan has no size for {dim.name!r}.")
+        if dim.name == rule.cut:
+            return Part(region, Cut((), None, False, 0), direct=(start, start + size))
+        start += size
+    raise AssertionError(f"{rule} does not have the dim that it cuts")
 
 
 def _is_turned(path: str, module: nn.Module) -> bool:
@@ -195,6 +232,8 @@ def _cut(parameter: nn.Parameter, dim: int, cut: Cut | None, axis: str) -> None:
 
 def _resize(module: nn.Module, part: Part, kind: type[nn.Module]) -> None:
     names = {Column: "out_features", Row: "in_features", Vocabulary: "num_embeddings", Features: "embedding_dim"}
+    if kind not in names:
+        return
     name = {"out_features": "nf", "in_features": "nx"}[names[kind]] if part.turned else names[kind]
     if part.sizes is None and part.rows is None and hasattr(module, name):
         setattr(module, name, part.cut.size)

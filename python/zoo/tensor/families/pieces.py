@@ -53,3 +53,16 @@ def alone(config: Any) -> None:
             f"{config.model_type} with add_cross_attention has no tensor-parallel plan: its cross-attention is laid "
             "out in another way. Give a plan of your own (zoo.tensor.Plan)."
         )
+
+
+def experts(module: str) -> Rule:
+    """Experts whose matrices are one tensor each, gate and up together: (E, 2I, C) and (E, C, I)."""
+    return Rule(module=module, inside=(("gate_up_proj", -2, "part=2 inner"), ("down_proj", -1, "inner")), cut="inner")
+
+
+def has_experts(config: Any, layer: int) -> bool:
+    """Whether a layer has experts, by what configurations say of it; True where they say nothing."""
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    step = getattr(config, "decoder_sparse_step", None) or 1
+    first = getattr(config, "first_k_dense_replace", None) or 0
+    return layer >= first and layer not in dense and (layer + 1) % step == 0
