@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,10 +74,31 @@ def test_a_class_here_and_an_instance_there_are_alike() -> None:
     sim.run(2, fn, group_timeout_s=5.0)
 
 
-def test_a_model_of_other_shapes() -> None:
+OTHERS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
+    "shape": (lambda r: nn.Linear(2, 2 + r), r"'weight' is \(2, 2\) float32 on rank 0, \(3, 2\) float32 on rank 1"),
+    "type": (lambda r: nn.Linear(2, 2).to([torch.float32, torch.bfloat16][r]), r"'weight' is .* bfloat16 on rank 1"),
+    "frozen": (lambda r: nn.Linear(2, 2).requires_grad_(r == 0) if r == 0 else half_frozen(), r"'bias' is .*frozen on"),
+    "more": (
+        lambda r: nn.Sequential(*[nn.Linear(2, 2)] + [nn.Linear(2, 2)] * r),
+        r"'1\.weight' is not there on rank 0",
+    ),
+}
+
+
+def half_frozen() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    return layer
+
+
+@pytest.mark.parametrize("kind", list(OTHERS))
+@pytest.mark.parametrize("stage", [0, 2])
+def test_of_another_model_the_first_parameter_that_differs_is_told(kind: str, stage: int) -> None:
+    make, told = OTHERS[kind]
+
     def fn(rank: int) -> None:
-        with pytest.raises(CollectiveMismatchError, match="the parameters and their groups: "):
-            build(2, nn.Linear(2, 2 + rank))
+        with pytest.raises(CollectiveMismatchError, match=rf"the parameters and their groups: .*{told}"):
+            ZeroOptimizer(make(rank), stage=stage, optimizer=torch.optim.SGD, lr=0.1)
 
     sim.run(2, fn, group_timeout_s=5.0)
 

@@ -121,7 +121,7 @@ def test_ranks_with_different_models_are_told_at_construction() -> None:
         sim.run(3, fn)
     assert isinstance(caught.value.__cause__, CollectiveMismatchError)
     assert "the parameters and their groups: " in str(caught.value)
-    assert "on ranks 0, 1, " in str(caught.value)
+    assert "'weight' is (3, 3) float32 on ranks 0, 1, (4, 3) float32 on rank 2, and 1 more differ" in str(caught.value)
 
 
 def test_values_of_rank_0_are_everyones() -> None:

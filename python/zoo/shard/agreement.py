@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from zoo.comm import CollectiveMismatchError, Communicator, agree_none_failed
 
 CONSTRUCTION = "construction of a ZeRO optimizer"
+PARAMETERS = "the parameters and their groups"
 _log = logging.getLogger("zoo.zero")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum, PurePath, BaseModel)
 
@@ -85,14 +86,20 @@ def all_ranks(group: Any, mesh: Any) -> Communicator | None:
     return Communicator(mesh) if mesh.ndim == 1 else None
 
 
-def agree(comm: Communicator, layout: str, arguments: Mapping[str, Any]) -> None:
+def agree(
+    comm: Communicator, layout: str, arguments: Mapping[str, Any], parameters: Callable[[], Mapping[str, str]]
+) -> None:
     """Compare the layout of the model and the arguments of all ranks: one all-gather of 8 bytes.
+
+    Args:
+        layout: stands for the parameters and their groups. parameters: by name what there is to say of each, for the
+            error.
 
     Raises:
         CollectiveMismatchError: they differ; on all ranks, with what differs.
         RankFailedError: some rank has failed before it came here, with what it raises.
     """
-    mine = {"the parameters and their groups": layout} | {k: described(v) for k, v in arguments.items()}
+    mine = {PARAMETERS: layout} | {k: described(v) for k, v in arguments.items()}
     digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=8).hexdigest()
     try:
         agree_none_failed(comm, CONSTRUCTION, alike=f"with parameters and options {digest}")
@@ -102,8 +109,25 @@ def agree(comm: Communicator, layout: str, arguments: Mapping[str, Any]) -> None
         dist.all_gather_object(everyone, mine, group=comm.group)
         names = dict.fromkeys(name for given in everyone for name in given)
         differing = [name for name in names if len({given.get(name) for given in everyone}) > 1]
-        told = "; ".join(_told(name, [given.get(name) for given in everyone]) for name in differing[:5])
-        raise CollectiveMismatchError(f"the ranks construct a ZeRO optimizer in different ways: {told}.") from error
+        told = [_told(name, [given.get(name) for given in everyone]) for name in differing[:5]]
+        if PARAMETERS in differing:
+            told[0] = _told_of_models(comm, parameters()) or told[0]
+        raise CollectiveMismatchError(
+            f"the ranks construct a ZeRO optimizer in different ways: {'; '.join(told)}."
+        ) from error
+
+
+def _told_of_models(comm: Communicator, mine: Mapping[str, str]) -> str:
+    """The first parameter that differs; "" where only their order or what is packed together does. Collective."""
+    everyone: list[Any] = [None] * comm.size
+    dist.all_gather_object(everyone, dict(mine), group=comm.group)
+    names = dict.fromkeys(name for given in everyone for name in given)
+    differing = [name for name in names if len({given.get(name) for given in everyone}) > 1]
+    if not differing:
+        return ""
+    first = _told(repr(differing[0]), [given.get(differing[0], "not there") for given in everyone])
+    more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
+    return f"{PARAMETERS}: {first.replace(': ', ' is ', 1)}{more}"
 
 
 def _told(name: str, values: Sequence[str | None]) -> str:

@@ -37,7 +37,7 @@ from zoo.shard.offload.tiers import OffloadError
 from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.families import check_ranks, make_families, ranks_of
 from zoo.shard.placement.placements import offload, place
-from zoo.shard.placement.plan import check_rows, plan_model
+from zoo.shard.placement.plan import check_rows, described_parameters, plan_model
 from zoo.shard.placement.precision import Precision, resolve_precision, rounds
 from zoo.shard.placement.precision import cast_inputs as casting
 from zoo.shard.placement.units import UnitChoice, UnitSpec, check_parameters
@@ -192,7 +192,7 @@ class ShardedModel:
             }
             alike = {**arguments, "what the codes of frozen parameters stand for": meaning(codes)}
         device = plan[0].parameters[0].device
-        agree(self.comm, layout, alike)
+        agree(self.comm, layout, alike, lambda: described_parameters(plan))
         agree_on_kernels(self.comm, device)
         named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
         if cfg.buffers != "own":

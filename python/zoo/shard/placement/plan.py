@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,17 @@ def _size(mesh: Any, parameter: nn.Parameter) -> int:
         return parameter.numel()
     sizes: list[int] = [mesh.size(mesh.mesh_dim_names.index(axis)) for axis in split.axes]
     return -(-math.prod(split.shape) // math.prod(sizes))
+
+
+def described_parameters(plan: Iterable[BucketSpec]) -> dict[str, str]:
+    """By name the shape, type and group of each parameter, as a text."""
+    found: dict[str, str] = {}
+    for b in plan:
+        for name, parameter, group in zip(b.names, b.parameters, b.groups, strict=True):
+            dtype = str(b.original).removeprefix("torch.")
+            place = ", frozen" if not b.trainable else f" of group {group}" if group else ""
+            found[name] = f"{tuple(parameter.shape)} {dtype}{place}"
+    return found
 
 
 _log = logging.getLogger("zoo.zero")
