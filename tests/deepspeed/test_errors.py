@@ -147,3 +147,47 @@ def test_an_exception_of_two_classes_comes_back_from_another_process() -> None:
     assert isinstance(again, AssertionError)
     assert (str(again), again.__dict__) == (str(told.value), told.value.__dict__)
     assert isinstance(copy.copy(again), AssertionError)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": nn.Linear}, r"initialize\(model=.*\) got a type; .* an nn\.Module"),
+    ({"model": [nn.Linear(3, 3)]}, r"got a list; .* an nn\.Module"),
+    ({"model_parameters": 5}, r"initialize\(model_parameters=5\): a int; .* parameters, .*groups"),
+    ({"model_parameters": [{"params": 5}]}, r"group 0 of model_parameters has params=5"),
+    ({"model_parameters": [{"lr": 5}]}, r"group 0 of model_parameters has no params"),
+    (
+        {"model_parameters": list(nn.Linear(3, 3).parameters())},
+        r"holds a tensor of shape \(3, 3\) that is not in the m",
+    ),
+    ({"mpu": 5}, r"initialize\(mpu=5\): a int without get_data_parallel_group\(\)"),
+    ({"lr_scheduler": lambda optimizer: None}, r"made a NoneType of the optimizer"),
+    ({"training_data": [torch.ones(3)] * 4, "collate_fn": 5}, r"collate_fn=5 \(int\)"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), REFUSED, ids=range(len(REFUSED)))
+def test_what_initialize_cannot_take(given: dict[str, Any], told: str) -> None:
+    document = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=told):
+        deepspeed.initialize(**{"model": model, "config": document, **given})
+    assert all(p.requires_grad and type(p) is nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("wrong", [{"gradient_clipping": -1}, {"train_batch_size": 7}, {"scheduler": {"type": "Odd"}}])
+def test_parameters_that_were_left_out_train_again_after_a_refusal(stage: int, wrong: dict[str, Any]) -> None:
+    """``initialize`` freezes what is in no group; whoever goes on without an engine has his model as it was."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    document = {
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    given = {"model": model, "model_parameters": list(model[0].parameters())}
+    with pytest.raises(ValueError, match=r"gradient_clipping|train_batch_size|no lr_schedule is named"):
+        deepspeed.initialize(**given, config={**document, **wrong})
+    assert [p.requires_grad for p in model.parameters()] == [True] * 4
+    engine = deepspeed.initialize(**given, config=document)[0]
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
+    engine.destroy()
+    assert [p.requires_grad for p in model.parameters()] == [True] * 4

@@ -138,7 +138,7 @@ OF_FACADE: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exce
     "none": (lambda c: {"model": None}, ValueError, "initialize.. got no model"),
     "name": (lambda c: {"optimizer": "SGD"}, ValueError, "initialize.optimizer='SGD'"),
     "bad batch": (lambda c: section(c, train_batch_size=7), Exception, "train_batch_size"),
-    "parameters": (lambda c: {"model_parameters": [5]}, ValueError, "no parameter of the model requires"),
+    "parameters": (lambda c: {"model_parameters": [5]}, ValueError, "a member of group 0 of params= is a int"),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -30,6 +31,7 @@ from zoo.shard.agreement import all_ranks
 from zoo.shard.guard import ShardedParameter
 
 _log = logging.getLogger("zoo.deepspeed")
+_OF_MPU = ("get_data_parallel_group", "get_sequence_parallel_group")
 _MADE: WeakValueDictionary[int, DeepSpeedEngine] = WeakValueDictionary()
 """By the id of what shards their models."""
 
@@ -117,12 +119,13 @@ def initialize(
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     everyone = all_ranks(None, None)
     with comm.raise_together(everyone, "initialize"):
-        module = _checked(model, optimizer, mesh_param)
+        module = _checked(model, optimizer, model_parameters, mpu, mesh_param)
         document = find_document(args, config if config is not None else config_params)
         pipeline = engine_class(module) is not DeepSpeedEngine
         by_mpu = hasattr(mpu, "get_sequence_parallel_world_size")
         given = translated(document, drop_optimizer=optimizer is not None, pipeline=pipeline, by_mpu=by_mpu)
-        shares_layers = mpu is not None and not _shares_sequences(mpu, given)
+        # One with a group of sequences alone, of one rank each, says nothing of layers.
+        shares_layers = not _shares_sequences(mpu, given) and hasattr(mpu, "get_data_parallel_group")
         if not given.get("mesh"):
             given.pop("seq_parallel_communication_data_type", None)  # no sequence is split
         if dist_init_required is not False:
@@ -139,42 +142,77 @@ def initialize(
             schedule = schedule_of(given)
         # zoo's own loader only where a section chooses the samples: programs of DeepSpeed know the order of theirs.
         its_own = _chooses_samples(given) or not is_data_set(training_data)
-    with comm.raise_together(everyone, "initialize"):
-        mesh, group = None, None
-        if shares_layers and pipeline:
-            group = mpu.get_data_parallel_group()
-        elif shares_layers:
-            from zoo.deepspeed.adapters.communication.tensor_ranks import mesh_of
-
-            mesh = mesh_of(mpu, module)
-        _freeze_others(module, chosen, parameters)
-        engine, _, loader, schedule = _initialize(
-            given, module, optimizer=chosen, model_parameters=parameters, lr_scheduler=schedule,
-            training_data=training_data if its_own else None, collate_fn=collate_fn if its_own else None,
-            dist_init_required=False, group=group, mesh=mesh,
-        )  # fmt: skip
-        if engine.sharded.config.stage == 3:
-            import zoo.deepspeed.adapters.zero.parameters  # noqa: F401 - gives the parameters their attributes
-        if gradient_allreduce_op(document) == "sum":
-            _sum_gradients(engine, pipeline)
-        groups.follow(engine, mpu)
-        made = engine_class(module)(engine, document, mpu)
-        _MADE[id(engine.sharded)] = made
-        keep(module, engine.sharded)
-        made.collate_fn = collate_fn
-        made.client_optimizer, made.client_lr_scheduler, made.training_data = optimizer, lr_scheduler, training_data
-        if isinstance(made.optimizer, BasicOptimizer):
-            made.optimizer.given = optimizer
-        if not its_own:
-            loader = made.training_loader(training_data)
-            made.training_dataloader = engine.dataloader = loader
+        data = {"training_data": training_data, "collate_fn": collate_fn} if its_own else {}
+    with contextlib.ExitStack() as undo:
+        undo.callback(thaw, module)
+        with comm.raise_together(everyone, "initialize"):
+            mesh, group = _placed(mpu if shares_layers else None, module, pipeline=pipeline)
+            _freeze_others(module, chosen, parameters)
+            engine, _, loader, schedule = _initialize(
+                given, module, optimizer=chosen, model_parameters=parameters, lr_scheduler=schedule,
+                dist_init_required=False, group=group, mesh=mesh, **data,
+            )  # fmt: skip
+            undo.push(lambda _, error, __: _ended(engine, error))
+            made = _wrapped(engine, document, mpu, pipeline=pipeline)
+            made.collate_fn = collate_fn
+            made.client_optimizer, made.client_lr_scheduler, made.training_data = optimizer, lr_scheduler, training_data
+            if isinstance(made.optimizer, BasicOptimizer):
+                made.optimizer.given = optimizer
+            if not its_own:
+                loader = made.training_loader(training_data)
+                made.training_dataloader = engine.dataloader = loader
+        undo.pop_all()
     return made, made.optimizer, loader, schedule
 
 
-def _checked(model: nn.Module | None, optimizer: Any, mesh_param: Any) -> nn.Module:
+def _placed(mpu: Any, module: nn.Module, *, pipeline: bool) -> tuple[Any, Any]:
+    """(mesh, group) of an mpu whose ranks share layers, each None where it says nothing of it."""
+    if mpu is None:
+        return None, None
+    if pipeline:
+        return None, mpu.get_data_parallel_group()
+    from zoo.deepspeed.adapters.communication.tensor_ranks import mesh_of
+
+    return mesh_of(mpu, module), None
+
+
+def _wrapped(engine: Any, document: dict[str, Any], mpu: Any, *, pipeline: bool) -> DeepSpeedEngine:
+    """zoo's engine as the program knows it."""
+    if engine.sharded.config.stage == 3:
+        import zoo.deepspeed.adapters.zero.parameters  # noqa: F401 - gives the parameters their attributes
+    if gradient_allreduce_op(document) == "sum":
+        _sum_gradients(engine, pipeline)
+    groups.follow(engine, mpu)
+    made = engine_class(engine.module)(engine, document, mpu)
+    _MADE[id(engine.sharded)] = made
+    keep(engine.module, engine.sharded)
+    return made
+
+
+def _ended(engine: Any, error: BaseException | None) -> None:
+    """What was made goes where the rest has failed. A collective: not for an interrupt of this rank alone."""
+    if isinstance(error, Exception) or engine.sharded.everyone.size == 1:
+        with contextlib.suppress(Exception):  # the error at hand is the news
+            engine.destroy()
+    keep(engine.module, None)
+
+
+def _checked(model: Any, optimizer: Any, parameters: Any, mpu: Any, mesh_param: Any) -> nn.Module:
     """The model, where it is one."""
     if model is None:
         raise ConfigError("initialize() got no model; give it model=, an nn.Module.")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize(model=...) got a {type(model).__name__}; give it an nn.Module, an instance.")
+    if parameters is not None and not isinstance(parameters, Iterable):
+        raise ConfigError(
+            f"initialize(model_parameters={parameters!r}): a {type(parameters).__name__}; give parameters, pairs of a "
+            "name and a parameter, or groups of them."
+        )
+    if mpu is not None and not any(hasattr(mpu, name) for name in _OF_MPU):
+        raise ConfigError(
+            f"initialize(mpu={mpu!r}): a {type(mpu).__name__} without {_OF_MPU[0]}() and {_OF_MPU[1]}(); give an "
+            "object that says which ranks share layers or sequences, or leave it out."
+        )
     if mesh_param is not None:
         raise ConfigError('initialize(mesh_param=...): name the axes in the configuration, {"mesh": {"axes": {...}}}.')
     if isinstance(optimizer, str):
@@ -346,7 +384,7 @@ def _freeze_others(model: nn.Module, optimizer: Any, parameters: Any) -> None:
         of_group = item["params"] if isinstance(item, Mapping) else [item]
         members |= {id(p[1] if isinstance(p, tuple) else p) for p in of_group}
     left = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in members]
-    if members and left:
+    if left and any(id(p) in members for p in model.parameters()):  # else they are those of another model
         _log.warning(
             "%d parameters are in no group of the optimizer and are frozen, because nothing updates them: %s.",
             len(left), ", ".join(name for name, _ in left[:10]) + (", …" if len(left) > 10 else ""),
@@ -374,9 +412,12 @@ def _trainable(given: Iterable[Any] | None) -> list[Any] | None:
     if given is None:
         return None
     found: list[Any] = []
-    for item in given:
+    for number, item in enumerate(given):
         if isinstance(item, Mapping):
-            members = item["params"]
+            members = item.get("params")
+            if not isinstance(members, Iterable):
+                what = "no params" if "params" not in item else f"params={members!r}, a {type(members).__name__}"
+                raise ConfigError(f"group {number} of model_parameters has {what}: give it a list of its parameters.")
             members = [members] if isinstance(members, torch.Tensor) else list(members)
             found.append({**item, "params": [p for p in members if _requires_grad(p)]})
         elif _requires_grad(item):
