@@ -261,6 +261,11 @@ GIVEN: list[tuple[dict[str, Any], str]] = [
     ({"loader": {"rank": 1}}, r"loader=\{'rank': \.\.\.\}; allowed are shuffle"),
     ({"collate_fn": 5}, r"collate_fn=5 \(int\); it takes a callable"),
     ({"model_parameters": 5}, r"model_parameters=5"),
+    ({"model_parameters": [{"params": 5}]}, r"group 0 of params= has params=5 \(int\)"),
+    ({"lr_scheduler": lambda optimizer: None}, r"lr_scheduler.* made a NoneType of the optimizer; .* has step\(\)"),
+    ({"lr_scheduler": lambda optimizer: [1]}, r"lr_scheduler.* made a list of the optimizer"),
+    ({"model": torch.jit.script(nn.Linear(2, 2))}, r"that is a ScriptModule.*the module that it was made of"),
+    ({"model": nn.Sequential(torch.jit.script(nn.Linear(2, 2)))}, r"whose '0' is a ScriptModule"),
     ({"monitors": "no"}, r"monitors='no' \(str\); it takes True or False"),
     ({"dist_init_required": "no"}, r"dist_init_required='no'"),
     ({"registry": 5}, r"registry=5"),
@@ -282,3 +287,29 @@ def test_a_tag_that_is_no_text_is_refused_by_a_save_in_the_background_too(tmp_pa
     engine = start()
     with pytest.raises(ValueError, match="the checkpoint tag 5 cannot be used"):
         engine.save_checkpoint(tmp_path, tag=5, asynchronous=True)  # type: ignore[arg-type]
+
+
+RATES: list[tuple[Any, str]] = [
+    (None, r"the lr of group 0 got None \(NoneType\); it takes a number"),
+    ("0.1", r"the lr of group 0 got '0\.1' \(str\)"),
+    ([0.1], r"the lr of group 0 got \[0\.1\] \(list\)"),
+    (torch.ones(2), r"the lr of group 0 got a tensor of shape \(2,\)"),
+]
+
+
+@pytest.mark.parametrize(("rate", "told"), RATES, ids=range(len(RATES)))
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_learning_rate_that_is_no_number_is_told_before_anything_changes(rate: Any, told: str, stage: int) -> None:
+    engine, twin = start(stage=stage), start(stage=stage)
+    for one in (engine, twin):
+        one.train_batch(batches(0, 1))
+    engine.optimizer.param_groups[0]["lr"] = rate
+    with pytest.raises(ValueError, match=told):
+        engine.train_batch(batches(1, 1))
+    with pytest.raises(ValueError, match=told):
+        engine.get_lr()
+    engine.optimizer.param_groups[0]["lr"] = 0.1
+    for one in (engine, twin):
+        one.train_batch(batches(2, 1))
+    for name, value in twin.module_state_dict().items():
+        assert torch.equal(engine.module_state_dict()[name], value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +121,56 @@ def test_workers_change_nothing(workers: int) -> None:
     assert taken(again) == taken(plain)
     assert torch.equal(torch.get_rng_state(), before)
     assert taken(again) == taken(plain)
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"micro_batch_size": 0}, r"micro_batch_size of ShardedLoader got 0 \(int\); it takes a whole number from 1"),
+    ({"micro_batch_size": "2"}, r"micro_batch_size of ShardedLoader got '2' \(str\)"),
+    ({"size": 0}, r"size of ShardedLoader got 0"),
+    ({"size": 2, "rank": 2}, r"ShardedLoader got rank=2 of size=2 ranks; ranks are numbered from 0 to 1"),
+    ({"size": 2, "rank": -1}, r"rank of ShardedLoader got -1"),
+    ({"seed": "x"}, r"seed of ShardedLoader got 'x' \(str\)"),
+    ({"num_workers": "1"}, r"num_workers of ShardedLoader got '1' \(str\); it takes a whole number of at least 0"),
+    ({"num_workers": -1}, r"num_workers of ShardedLoader got -1"),
+    ({"num_workers": 1, "prefetch_factor": 0}, r"prefetch_factor of ShardedLoader got 0"),
+    ({"shuffle": "no"}, r"shuffle of ShardedLoader got 'no' \(str\); it takes True or False"),
+    ({"pin_memory": 1.5}, r"pin_memory of ShardedLoader got 1\.5 \(float\)"),
+    ({"collate_fn": 5}, r"collate_fn of ShardedLoader got 5 \(int\); it takes a callable"),
+])  # fmt: skip
+def test_what_a_loader_cannot_take_is_told_when_it_is_made(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ShardedLoader(numbers(12), **{"micro_batch_size": 2, **given})
+
+
+def test_numbers_of_other_types_are_taken() -> None:
+    same = ShardedLoader(numbers(12), 2.0, rank=torch.tensor(1), size=2, seed=3.0, shuffle=1)  # type: ignore[arg-type]
+    assert taken(same) == taken(ShardedLoader(numbers(12), 2, rank=1, size=2, seed=3))
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"position": 14}, r"the loader's state has the position 14; a data set of 12 samples has 0 to 12"),
+    ({"position": -2}, r"the position of the loader's state got -2"),
+    ({"epoch": "x"}, r"the epoch of the loader's state got 'x'"),
+])  # fmt: skip
+def test_a_state_that_is_no_place_in_the_data_is_refused(changes: dict[str, Any], told: str) -> None:
+    loader = ShardedLoader(numbers(12), 2)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match=told):
+        loader.load_state_dict({**before, **changes})
+    with pytest.raises(ValueError, match=r"the loader's state is a NoneType"):
+        loader.load_state_dict(None)  # type: ignore[arg-type]
+    assert loader.state_dict() == before
+
+
+def test_what_cannot_begin_anew_is_told() -> None:
+    assert list(itertools.islice(RepeatingLoader([1, 2]), 5)) == [1, 2, 1, 2, 1]
+    once = RepeatingLoader(iter([1, 2]))
+    assert [next(once), next(once)] == [1, 2]
+    with pytest.raises(
+        StopIteration, match=r"a list_iterator is an iterator, which cannot begin anew.*give the loader"
+    ):
+        next(once)
+    with pytest.raises(StopIteration, match=r"the loader, a list, has no batches"):
+        next(RepeatingLoader([]))
+    with pytest.raises(ValueError, match=r"RepeatingLoader got 5 \(int\); it takes a loader"):
+        RepeatingLoader(5)

@@ -135,7 +135,13 @@ def build_schedule(config: Config, optimizer: ZeroOptimizer | None, given: Any, 
                 f"lr_scheduler={given!r} is a {type(given).__name__}; it takes a schedule, which has step(), or a "
                 "callable optimizer → schedule."
             )
-        given = given(optimizer)
+        made = given(optimizer)
+        if not callable(getattr(made, "step", None)):
+            raise ValueError(
+                f"lr_scheduler={given!r} made a {type(made).__name__} of the optimizer; it returns a schedule, which "
+                "has step()."
+            )
+        given = made
     _check_moves(given, optimizer)
     return given
 

@@ -15,7 +15,7 @@ from zoo.engine.attachments import Parts
 from zoo.engine.batches import OwnBatches, evaluating
 from zoo.engine.checkpoint.checkpoints import Checkpoints
 from zoo.engine.records import Boundary, Records
-from zoo.engine.steps import Passes, Update
+from zoo.engine.steps import Passes, Update, rates_of
 from zoo.parts import Clock, Runner, StepRecord
 from zoo.registry import Registry
 from zoo.shard import ShardedModel
@@ -297,7 +297,7 @@ class Engine:
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
         self.records.read_outcome()
-        return [float(group["lr"]) for group in self.training("get_lr()").param_groups]
+        return list(rates_of(self.training("get_lr()")))
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the latest step's gradient before clipping; None where updates are made in backward."""

@@ -28,6 +28,7 @@ def check_given(
 ) -> None:  # fmt: skip
     """Raise ValueError for an argument that cannot be what it should be, by its name."""
     _is("model", model, nn.Module, "the nn.Module to train, on its device")
+    _check_scripted(model)
     _is("registry", registry, Registry, "a zoo.registry.Registry")
     _is("monitors", monitors, bool, "True or False")
     if required is not None:
@@ -40,6 +41,17 @@ def check_given(
     _check_named("sinks", sinks, ("write",), "sinks of records, which have write(record)")
     if loader is not None and not isinstance(loader, Mapping):
         raise _wrong("loader", loader, "further arguments of zoo.engine.ShardedLoader by name")
+
+
+def _check_scripted(model: nn.Module) -> None:
+    """Compiled modules of TorchScript have parameters that no Python code can watch."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"whose {path!r} is" if path else "that is"
+            raise ValueError(
+                f"initialize got a model {where} a ScriptModule of TorchScript: what is done with its parameters "
+                "cannot be seen. Give initialize the module that it was made of."
+            )
 
 
 def check_buffers(model: nn.Module) -> None:

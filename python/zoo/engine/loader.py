@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from zoo.engine.numbers import MOST, flag, shown, whole
 from zoo.parts import mixed
 from zoo.parts import shuffled as shuffled
 
@@ -36,6 +37,10 @@ class ShardedLoader(Generic[T]):
 
     The position counts what was handed out, not what workers have loaded, so resuming is exact with them too. Workers
     draw their random numbers anew each time that they start.
+
+    Raises:
+        ValueError: an argument cannot be what it should be; a data set without length, or with fewer samples than one
+            micro-batch of all ranks.
     """
 
     def __init__(
@@ -58,19 +63,31 @@ class ShardedLoader(Generic[T]):
                 f"__getitem__. "
                 "Give a map-style data set, or pass your own iterator to engine.train_batch(iterator)."
             )
-        self.dataset, self.micro_batch_size = dataset, micro_batch_size
-        self.rank, self.size, self.seed, self.shuffle = rank, size, seed, shuffle
+        if collate_fn is not None and not callable(collate_fn):
+            raise ValueError(
+                f"collate_fn of ShardedLoader got {shown(collate_fn)}; it takes a callable that makes a batch of a "
+                "list of samples."
+            )
+        self.dataset, self.micro_batch_size = dataset, _whole("micro_batch_size", micro_batch_size)
+        self.rank, self.size = _whole("rank", rank, least=0), _whole("size", size)
+        if self.rank >= self.size:
+            raise ValueError(
+                f"ShardedLoader got rank={rank} of size={size} ranks; ranks are numbered from 0 to {self.size - 1}."
+            )
+        self.seed, self.shuffle = _whole("seed", seed, least=-MOST), flag("shuffle of ShardedLoader", shuffle)
         self.collate_fn: Callable[[list[Any]], T] = collate_fn if collate_fn is not None else default_collate
-        self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
+        self.num_workers = _whole("num_workers", num_workers, least=0)
+        self.prefetch_factor = _whole("prefetch_factor", prefetch_factor)
+        self.pin_memory = flag("pin_memory of ShardedLoader", pin_memory)
         self.num_samples = len(dataset)
         self.epoch = 0
         self.position = 0
         self.serial = 0  # of the newest iteration, to which the position belongs
         if len(self) == 0:
             raise ValueError(
-                f"the data set has {self.num_samples} samples, fewer than one micro-batch of {micro_batch_size} on "
-                f"each of "
-                f"{size} ranks ({micro_batch_size * size}); use more data, smaller micro-batches or fewer ranks."
+                f"the data set has {self.num_samples} samples, fewer than one micro-batch of {self.micro_batch_size} "
+                f"on each of {self.size} ranks ({self.micro_batch_size * self.size}); use more data, smaller "
+                "micro-batches or fewer ranks."
             )
 
     def __len__(self) -> int:
@@ -134,8 +151,11 @@ class ShardedLoader(Generic[T]):
         self.serial += 1
 
     def check_state(self, state: Mapping[str, int]) -> None:
-        """Raise ValueError for the state of a data set of another length, whose positions mean other samples, and for
-        that of another kind of loader."""
+        """Raise ValueError for the state of a data set of another length, whose positions mean other samples, for that
+        of another kind of loader, and for one that is no place in the data."""
+        given: Any = state
+        if not isinstance(given, Mapping):
+            raise ValueError(f"the loader's state is a {type(given).__name__}; it is what state_dict() has returned.")
         if not {"num_samples", "epoch", "position", "seed"} <= set(state):
             raise ValueError(
                 f"the loader's state has {', '.join(sorted(map(str, state)))}, which is that of another kind of "
@@ -148,10 +168,22 @@ class ShardedLoader(Generic[T]):
                 f"{self.num_samples}. "
                 "Continue with the data set that the checkpoint was made with."
             )
+        whole("the epoch of the loader's state", state["epoch"], least=0)
+        whole("the seed of the loader's state", state["seed"], least=-MOST)
+        position = whole("the position of the loader's state", state["position"], least=0)
+        if position > self.num_samples:
+            raise ValueError(
+                f"the loader's state has the position {position}; a data set of {self.num_samples} samples has 0 to "
+                f"{self.num_samples}."
+            )
 
     def _where(self, index: int) -> int:
         # The seed of an epoch must not be that of a neighbouring seed's neighbouring epoch.
         return shuffled(index, self.num_samples, mixed(self.epoch, self.seed)) if self.shuffle else index
+
+
+def _whole(name: str, value: Any, *, least: int = 1) -> int:
+    return whole(f"{name} of ShardedLoader", value, least=least)
 
 
 class RepeatingLoader:
@@ -159,9 +191,14 @@ class RepeatingLoader:
 
     Args:
         loader: an iterable, each iteration of which is one epoch.
+
+    Raises:
+        ValueError: it cannot be iterated.
     """
 
     def __init__(self, loader: Any) -> None:
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise ValueError(f"RepeatingLoader got {shown(loader)}; it takes a loader, each iteration of which begins.")
         self.loader = loader
         self._iterator: Iterator[Any] | None = None
 
@@ -176,7 +213,10 @@ class RepeatingLoader:
                 return next(self._iterator)
             except StopIteration:
                 self._iterator = None
-        raise StopIteration(f"the loader, a {type(self.loader).__name__}, has no batches")
+        kind = type(self.loader).__name__
+        if hasattr(self.loader, "__next__"):
+            raise StopIteration(f"a {kind} is an iterator, which cannot begin anew when it has ended: give the loader")
+        raise StopIteration(f"the loader, a {kind}, has no batches")
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -44,6 +44,18 @@ def real(what: str, value: Any) -> float:
         raise ValueError(f"{what} got {shown(value)}; it takes a number that a float can hold.") from None
 
 
+def flag(what: str, value: Any) -> bool:
+    """``value`` as a bool.
+
+    Raises:
+        ValueError: it is neither true nor false, nor 1 nor 0.
+    """
+    found = value.item() if getattr(value, "ndim", None) == 0 else value  # of torch or NumPy
+    if not isinstance(found, (bool, int)) or found not in (0, 1):
+        raise ValueError(f"{what} got {shown(value)}; it takes True or False.")
+    return bool(found)
+
+
 def shown(value: Any) -> str:
     """For a sentence: what was given, and what it is; a number too long to be read by its digits."""
     if isinstance(value, int) and value.bit_length() > 256:

@@ -155,8 +155,10 @@ class Update:
         clock = records.clock
         self._parts.before_update(clock)
         scale = optimizer.loss_scale
-        with _scaled_rates(optimizer, self._parts.lr_factor(clock)), self._timed("update"):
-            rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+        rates = rates_of(optimizer)  # what is none is told before anything changes
+        factor = self._parts.lr_factor(clock)
+        with _scaled_rates(optimizer, factor), self._timed("update"):
+            rates = rates if factor == 1.0 else rates_of(optimizer)
             self._step(optimizer)
         optimizer.zero_grad()
         records.launched(optimizer, rates, scale, lr_kwargs or {}, micro_steps=micro_steps)
@@ -202,6 +204,23 @@ class Update:
                 "engine.step(lr_kwargs={...}), after engine(...) and engine.backward(loss)."
             ) from None
         self._bound = bound
+
+
+def rates_of(optimizer: ZeroOptimizer) -> tuple[float, ...]:
+    """The learning rate of each parameter group.
+
+    Raises:
+        ValueError: one is no number.
+    """
+    return tuple(_rate(i, group["lr"]) for i, group in enumerate(optimizer.param_groups))
+
+
+def _rate(group: int, value: Any) -> float:
+    if type(value) is float:
+        return value
+    from zoo.engine.numbers import real
+
+    return real(f"the lr of group {group}", value)
 
 
 @contextlib.contextmanager

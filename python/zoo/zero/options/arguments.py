@@ -212,6 +212,9 @@ def param_groups_of(model: nn.Module, params: Iterable[Any] | None, *, source: s
                 f"group {i} of {source} has {', '.join(map(repr, group)) or 'nothing'}, and no 'params': the "
                 "parameters that these options are for."
             )
+        if not isinstance(group["params"], Iterable):
+            given_here = f"params={group['params']!r:.60} ({type(group['params']).__name__})"
+            raise ValueError(f"group {i} of {source} has {given_here}; it takes parameters, or pairs with names.")
     seen: set[int] = set()
     for i, group in enumerate(groups):
         _split_names(group, f"group {i} of {source}")
