@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -191,3 +192,24 @@ def test_parameters_that_were_left_out_train_again_after_a_refusal(stage: int, w
     assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
     engine.destroy()
     assert [p.requires_grad for p in model.parameters()] == [True] * 4
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_schedule_that_raises_has_not_undone_the_count_of_samples(stage: int) -> None:
+    def of_step(step: int) -> float:
+        if step == 2:
+            raise ZeroDivisionError("in a schedule of the user's own")
+        return 1.0
+
+    document = {
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }  # fmt: skip
+    engine = deepspeed.initialize(
+        model=nn.Linear(3, 3), config=document, lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, of_step)
+    )[0]
+    for step in range(4):
+        engine.backward(engine(torch.ones(2, 3)).square().mean())
+        with pytest.raises(ZeroDivisionError) if step == 1 else contextlib.nullcontext():
+            engine.step()
+        assert (engine.global_steps, engine.global_samples) == (step + 1, 2 * (step + 1))

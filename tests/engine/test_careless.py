@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,40 @@ def test_a_schedule_that_raises_has_not_undone_the_step() -> None:
     assert (engine.global_steps, engine.micro_steps) == (3, 3)
     engine.destroy()
     assert told == [1, 2, 3]
+
+
+class Metrics:
+    """A part whose numbers cannot be had after the second step."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def metrics(self) -> dict[str, float]:
+        self.asked += 1
+        if self.asked == 2:
+            raise KeyError("no such number")
+        return {"asked": self.asked}
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_metrics_that_cannot_be_had_have_not_undone_the_step(number: int) -> None:
+    changes = {**stage(number), "train_batch_size": 8}
+    engine = initialize({**BASE, **changes}, net(), training_data=data(), parts={"mine": Metrics()})[0]
+    twin = start(changes)
+    batches = list(engine.dataloader)[:3]
+    for step, batch in enumerate(batches):
+        twin.backward(twin(*batch))
+        twin.step()
+        engine.backward(engine(*batch))
+        with pytest.raises(KeyError, match="no such number") if step == 1 else contextlib.nullcontext():
+            engine.step()
+        record, expected = engine.record, twin.record
+        assert record is not None
+        assert expected is not None
+        assert (record.step, record.samples, record.total_samples) == (step + 1, 8, 8 * (step + 1))
+        assert (record.loss, engine.get_lr()) == (expected.loss, twin.get_lr())
+        assert record.metrics == ({} if step == 1 else {"mine/asked": step + 1})
+    assert same(weights(engine), weights(twin))
 
 
 def test_a_schedule_that_needs_more_is_told_before_anything_changes() -> None:

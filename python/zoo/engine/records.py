@@ -276,11 +276,12 @@ class Records:
         now, sent, every = time.perf_counter(), self._comm.log.wire_bytes, self._print_every
         measured = every is not None and self.global_steps % every == 0
         timed = self._watch.read() if self._watch is not None else {}
+        ours, failure = self._of_parts()
         self._launched = Launched(
             step=self.global_steps, lr=lr, loss_scale=scale,
             step_s=now - self._began if self._began is not None else 0.0, wire_bytes=sent - self._sent,
             memory_bytes=optimizer.memory()["total"] if measured else None,
-            metrics=MappingProxyType({**self._parts.metrics(), **timed, **self._reported}), lr_kwargs=lr_kwargs,
+            metrics=MappingProxyType({**ours, **timed, **self._reported}), lr_kwargs=lr_kwargs,
             outcome=optimizer.outcome,
         )  # fmt: skip
         self._began, self._sent = now, sent
@@ -290,6 +291,15 @@ class Records:
             self.read_outcome()
         else:
             self._feed.expect(self.read_outcome)
+        if failure is not None:
+            raise failure
+
+    def _of_parts(self) -> tuple[Mapping[str, float], Exception | None]:
+        """Their metrics; and what was raised in their place: the step is over all the same, and is told."""
+        try:
+            return self._parts.metrics(), None
+        except Exception as error:
+            return {}, error
 
     def mean_loss(self) -> torch.Tensor:
         """Of the latest step, () fp32 on the device; does not wait. NaN where no loss went through the engine."""

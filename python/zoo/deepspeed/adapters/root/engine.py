@@ -102,7 +102,8 @@ class DeepSpeedEngine(Questions, nn.Module):
         try:
             engine.step(lr_kwargs)
         except BaseException:
-            engine.records.note_counts((-samples, 0))  # there was no step
+            if engine.global_steps == steps:  # else a schedule has raised, say, after the step
+                engine.records.note_counts((-samples, 0))
             raise
         finally:
             self._stepping = False
