@@ -14,13 +14,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.laws.test_families import WIDTH, Experts, Pair, states, weight, whole
+from tests.laws.test_families import WIDTH, Enter, Experts, Leave, Pair, states, weight, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
 from zoo.comm import Communicator, Handle
-from zoo.layout import declare_first, declare_tied
+from zoo.layout import declare_first, declare_split, declare_tied
 from zoo.zero import ZeroOptimizer
 
 NUM_LAYERS = 4
@@ -45,6 +45,8 @@ class Case:
     check: bool = False
     tied: tuple[int, ...] = ()
     """Layers that have one matrix in common."""
+    tied_parts: bool = False
+    """They have another one in common too, which is cut along the tensor axis."""
     seed: int = 0
 
     @property
@@ -76,7 +78,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_micro=draw(st.integers(1, 4)), reduces_each=draw(st.booleans()),
         max_bytes=draw(st.sampled_from([None, 0, 10**6])), clip_norm=draw(st.sampled_from([0.0, 0.01])),
         bucket_size=draw(st.sampled_from([1, 10**6])), check=draw(st.booleans()), seed=draw(st.integers(0, 20)),
-        tied=draw(st.sampled_from([(), (0, 3), (1, 2), (0, 1, 3)])),
+        tied=draw(st.sampled_from([(), (0, 3), (1, 2), (0, 1, 3)])), tied_parts=draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -112,9 +114,29 @@ class Layers(nn.Module):
             self.shift = nn.Parameter(weight("shift", 1))
             for parameter in (self.table, self.shift):
                 declare_tied(parameter, "table")
+            if case.tied_parts:
+                self._add_parts(tensor)
+
+    def _add_parts(self, tensor: Communicator | None) -> None:
+        self.tensor = tensor
+        size, rank = (1, 0) if tensor is None else (tensor.size, tensor.rank)
+        mine = slice(rank * 6 // size, (rank + 1) * 6 // size)
+        self.parts = nn.Parameter(weight("parts", 6, WIDTH)[mine].clone())
+        if tensor is not None:
+            declare_split(self.parts, ["tensor"], shape=(6, WIDTH), offsets=(mine.start, 0))
+        declare_tied(self.parts, "parts")
+
+    def _of_parts(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tensor is None:
+            return torch.tanh(x @ self.parts.T) @ self.parts
+        inner: torch.Tensor = Enter.apply(x, self.tensor)
+        out: torch.Tensor = Leave.apply(torch.tanh(inner @ self.parts.T) @ self.parts, self.tensor)
+        return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers, self.first):
+            if number in self.tied and hasattr(self, "parts"):
+                x = x + self._of_parts(x)
             if number in self.tied:
                 x = x + torch.tanh(x @ (self.table if number % 2 else self.table.T)) * self.shift
             x = layer(x)
@@ -233,6 +255,8 @@ def reference(case: Case, steps: int) -> tuple[dict[str, torch.Tensor], list[flo
 @example(case=Case(stage=3, clip_norm=0.01, tied=(0, 3)))
 @example(case=Case(pipe=4, expert=2, data=1, stage=2, clip_norm=0.01, tied=(0, 1, 3), reduces_each=True))
 @example(case=Case(stage=0, expert=1, tied=(0, 3)))
+@example(case=Case(stage=3, expert=1, tensor=2, tied=(0, 3), tied_parts=True, clip_norm=0.01))
+@example(case=Case(pipe=4, expert=1, data=1, tensor=2, stage=1, tied=(0, 1, 3), tied_parts=True, reduces_each=True))
 @example(case=Case(data=1, tensor=2, pair_at=1, clip_norm=0.01, tied=(0, 3)))
 def test_pipe_expert_and_data_in_one_model_equal_one_process(case: Case) -> None:
     def fn(rank: int) -> Any:
@@ -396,3 +420,18 @@ def test_what_layer_axes_cannot_be_is_said() -> None:
             ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes=("pipe",), layer_axes=("expert",))
 
     sim.run(4, fn)
+
+
+def test_what_several_stages_have_is_no_part_along_a_data_axis() -> None:
+    case = Case(expert=2, data=1)
+
+    def fn(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 1, 1), mesh_dim_names=AXES)
+        model = nn.Linear(WIDTH, WIDTH).double()
+        if rank < 2:  # the first stage alone has it, and both are told
+            declare_split(model.weight, ["expert"], shape=(2 * WIDTH, WIDTH), offsets=(WIDTH * (rank % 2), 0))
+            declare_tied(model.weight, "table")
+        with pytest.raises(ValueError, match="tied to other layers as 'table' and a part along 'expert'"):
+            ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes=("expert", "data"), layer_axes=("pipe",))
+
+    sim.run(case.world, fn)

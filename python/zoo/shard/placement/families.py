@@ -27,6 +27,7 @@ for the norm. Families differ from stage to stage then, and the groups of all of
 A parameter that several stages have (``zoo.layout.declare_tied``: an embedding that is the output layer too) is a
 family of its own, ("=key",). Each of these stages splits it as it splits dense ones, and the ranks of the same place in
 the others are replicas: the gradient is summed over them too, divided by N, and the first stage's counts in the norm.
+It may be a part as well, ("=key", "tensor"): then these are the ranks that have the same part.
 """
 
 from __future__ import annotations
@@ -154,7 +155,9 @@ def make_families(
     wanted.pop((), None)
     ties = {family for family in wanted if family[0].startswith(TIED)}
     if layers is None:  # this rank has all layers
-        wanted = {family: name for family, name in wanted.items() if family not in ties}
+        for family in ties:
+            wanted.setdefault(family[1:], wanted.pop(family))
+        wanted.pop((), None)
     if mesh is None:
         for family, name in sorted(wanted.items()):
             raise ValueError(
@@ -183,14 +186,20 @@ def make_families(
         if family in wanted:
             found[family] = made
     if layers is None:
-        return {**found, **dict.fromkeys(ties, found[()])}
+        return {**found, **{family: found[family[1:]] for family in ties}}
+    for family in sorted(tied):
+        _check_axes(family[1:], tied[family], here, layer_axes)
+        _check_tie(family, tied[family], data_axes)
     for family in tied:
         holders = [number for number, there in enumerate(on_layers) if family in there]
         of_tied = _tied(comm, mesh, data_axes, layer_axes, holders, config)
+        if apart := family[1:]:
+            parts = Communicator.of_axes(mesh, apart, log=comm.log, check=comm.check, nodes=config.ranks_per_node)
+            of_tied = replace(of_tied, parts=parts)
         if family in wanted:
             found[family] = replace(
                 of_tied,
-                counts=found[()].counts,
+                counts=_counts(here, data_axes, family[1:]),
                 spans_layers=len(holders) > 1,
                 in_norm=layers.rank == holders[0],
             )
@@ -223,13 +232,23 @@ def family_of(parameter: Any) -> Family:
     """Of one parameter."""
     split = split_of(parameter)
     if split.tied:
-        if split.axes or split.partial:
+        if split.partial:
             raise ValueError(
-                f"a parameter that is tied to other layers as {split.tied!r} is also a part along the axes "
-                f"{(*split.axes, *split.partial)}; tie whole parameters only."
+                f"a parameter that is tied to other layers as {split.tied!r} has a part of its gradient on each rank "
+                f"along {split.partial}; tie parameters that are whole, or parts along an axis."
             )
-        return (f"{TIED}{split.tied}",)
+        return (f"{TIED}{split.tied}", *sorted(split.axes))
     return tuple(sorted([*split.axes, *(f"+{axis}" for axis in split.partial)]))
+
+
+def _check_tie(family: Family, name: str, data_axes: Sequence[str]) -> None:
+    """Raise ValueError for parts along a data axis, whose ranks would have to be replicas too."""
+    of_data = [axis for axis in family[1:] if axis in data_axes]
+    if of_data:
+        raise ValueError(
+            f"parameter {name!r} is tied to other layers as {family[0].removeprefix(TIED)!r} and a part along "
+            f"{', '.join(map(repr, of_data))}, over which losses are averaged; what is tied is whole along data axes."
+        )
 
 
 def _check_trained(on_layers: Sequence[Mapping[Family, Sequence[bool]]], names: Mapping[Family, str]) -> None:
