@@ -6,6 +6,9 @@ from .declared import (
     axes_of as axes_of,
 )
 from .declared import (
+    declare_as as declare_as,
+)
+from .declared import (
     declare_axis as declare_axis,
 )
 from .declared import (

@@ -111,6 +111,12 @@ def declare_tied(parameter: Any, key: str) -> None:
     parameter.__dict__[_SPLIT] = replace(split_of(parameter), tied=key)
 
 
+def declare_as(parameter: Any, other: Any) -> None:
+    """Say of ``parameter`` what was said of ``other``, which it is a copy of: torch copies values alone."""
+    if _SPLIT in getattr(other, "__dict__", {}):
+        parameter.__dict__[_SPLIT] = other.__dict__[_SPLIT]
+
+
 def split_of(parameter: Any) -> Split:
     """What was declared of a parameter; whole on every rank if nothing was."""
     found: Split = getattr(parameter, "__dict__", {}).get(_SPLIT, WHOLE)

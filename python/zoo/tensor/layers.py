@@ -6,6 +6,7 @@ and names stay true. Its parameters are parts of whole ones, and say so (``zoo.l
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from zoo.layout import declare_as
 from zoo.tensor.plans import Cut
 from zoo.tensor.region import Region
 from zoo.tensor.shares import Run
@@ -51,7 +53,7 @@ def part_of(module: nn.Module) -> Part | None:
     return found
 
 
-def become(module: nn.Module, kind: type[nn.Module], part: Part) -> None:
+def become(module: nn.Module, kind: type[Layer], part: Part | None) -> None:
     """Give ``module`` the forward of ``kind``: its class becomes a subclass of both."""
     own = type(module)
     known = _CLASSES.get((kind, own))
@@ -60,7 +62,8 @@ def become(module: nn.Module, kind: type[nn.Module], part: Part) -> None:
         bases = (kind,) if own in kind.__bases__ else (own, kind) if issubclass(own, nn.Embedding) else (kind, own)
         known = _CLASSES[kind, own] = type(f"{kind.__name__}{own.__name__}", bases, {"__module__": kind.__module__})
     module.__class__ = known
-    module.__dict__[_STATE] = part
+    if part is not None:
+        module.__dict__[_STATE] = part
 
 
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
@@ -77,7 +80,21 @@ def _product(part: Part, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     return F.linear(x, weight.t() if part.turned else weight, bias)
 
 
-class Column(nn.Module):
+class Layer(nn.Module):
+    """Base of layers with parts: a copy says of its parameters what the original says. Alone: one whose parameters are
+    whole, and their gradients sums over ranks."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        found = type(self).__new__(type(self))
+        memo[id(self)] = found
+        found.__setstate__(copy.deepcopy(self.__dict__, memo))
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                declare_as(found._parameters[name], parameter)
+        return found
+
+
+class Column(Layer):
     """y = x W_r^T + b_r with this rank's rows; x is whole.
 
     Shapes: x (…, C), y (…, rows of this rank as the model sees them), or (…, all rows) where outputs are gathered.
@@ -93,6 +110,7 @@ class Column(nn.Module):
             weight = _at(weight, part.rows, 1 if part.turned else 0)
             bias = None if bias is None else _at(bias, part.rows, 0)
         y = _product(part, part.region.enter(x), weight, bias)
+        part.region.inside = True
         if part.take is not None:
             y = _at(y, part.take, -1)
         if part.sizes is not None and not self.__dict__.get(KEEP, False):
@@ -100,7 +118,7 @@ class Column(nn.Module):
         return y
 
 
-class Row(nn.Module):
+class Row(Layer):
     """y = Σ over ranks of x_r W_r^T, + b once. Shapes: x (…, this rank's features), y (…, C)."""
 
     weight: torch.Tensor
@@ -115,7 +133,7 @@ class Row(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class Vocabulary(nn.Embedding):
+class Vocabulary(Layer, nn.Embedding):
     """y = Σ over ranks of what each finds: words of other ranks are zeros. Shapes: ids (…), y (…, C)."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -139,7 +157,7 @@ def _check_ids(ids: torch.Tensor, total: int) -> None:
         raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())}, of a vocabulary of {total}.")
 
 
-class Features(nn.Embedding):
+class Features(Layer, nn.Embedding):
     """y = this rank's features of each row: no rank needs another's. Shapes: ids (…), y (…, features of this rank)."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -148,7 +166,7 @@ class Features(nn.Embedding):
         return y if part.take is None else _at(y, part.take, -1)
 
 
-class Inside(nn.Module):
+class Inside(Layer):
     """y = Σ over ranks of what the module computes with this rank's parts of its parameters; inputs are whole.
 
     Which experts get which token is computed by every rank from the same bits.
@@ -164,7 +182,7 @@ class Inside(nn.Module):
         return part.region.leave(y)
 
 
-class Direct(nn.Module):
+class Direct(Layer):
     """y = (a, b, c), of which b goes to the heads of every rank: its gradient is summed, that of a and c is not."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -26,6 +26,8 @@ class Region:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self.inside = False
+        """Tensors are parts now: after a column-parallel layer and before a row-parallel one."""
         self._entered: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
@@ -47,7 +49,7 @@ class Region:
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Σ over ranks of x, in the memory of ``x`` where that is contiguous; gradients pass as they are."""
-        self._entered = None
+        self._entered, self.inside = None, False
         found: torch.Tensor = _Leave.apply(x.contiguous(), self.comm)
         return found
 
@@ -59,7 +61,7 @@ class Region:
         Args:
             x: (…, sizes[rank]). sizes: of every rank.
         """
-        self._entered = None
+        self._entered, self.inside = None, False
         found: torch.Tensor = _Gather.apply(x, self.comm, sizes)
         return found
 

@@ -18,7 +18,8 @@ from torch import nn
 from zoo.comm import Communicator
 from zoo.layout import Box, Boxes, declare_partial, declare_split
 from zoo.tensor.dims import Dims
-from zoo.tensor.layers import Column, Direct, Features, Inside, Part, Row, Vocabulary, become, part_of
+from zoo.tensor.dropout import Dealt, WholeMasks, drops
+from zoo.tensor.layers import Column, Direct, Features, Inside, Layer, Part, Row, Vocabulary, become, part_of
 from zoo.tensor.plans import AXIS, Count, Cut, Plan, Rule, Take, matches
 from zoo.tensor.region import Region
 from zoo.tensor.shares import HEAD, KV, QUERY
@@ -34,7 +35,7 @@ class _Change:
     path: str
     module: nn.Module
     rule: Rule
-    kind: type[nn.Module] | None
+    kind: type[Layer]
     part: Part | None
     parameters: tuple[tuple[nn.Parameter, int, Cut | None], ...]
     """(parameter, dim, what of it stays; None for all of it, with a part of the gradient)"""
@@ -80,12 +81,30 @@ def split(
         for parameter, dim, cut in change.parameters:
             if done.setdefault(id(parameter), change.path) == change.path:
                 _cut(parameter, dim, cut, axis)
-        if change.kind is not None and change.part is not None:
-            become(change.module, change.kind, change.part)
+        become(change.module, change.kind, change.part)
+        if change.part is not None:
             _resize(change.module, change.part, change.kind)
     for apply in [*counts, *takes]:
         apply()
+    _draw_whole_masks(changes, plan, setting, region, model)
     return region
+
+
+def _draw_whole_masks(
+    changes: list[_Change], plan: Plan, setting: Setting, region: Region, model: nn.Module
+) -> None:  # fmt: skip
+    """Modules that have a row-parallel layer, and drop something before it."""
+    share = plan.share(setting.comm.size, setting.comm.rank, setting.grain)
+    heads = None
+    if HEAD in share.known:
+        queries = share.heads.queries
+        heads = Dealt(queries.start, queries.stop, share.heads.num)
+    for change in changes:
+        parent = model.get_submodule(change.path.rpartition(".")[0])
+        if change.kind is Row and change.part is not None and drops(parent):
+            runs = change.part.cut.runs
+            features = Dealt(*runs[0], change.part.cut.total) if len(runs) == 1 else None
+            WholeMasks(change.path.rpartition(".")[0], region, heads, features).attach(parent)
 
 
 def _changes(model: nn.Module, plan: Plan, setting: Setting, region: Region) -> list[_Change]:
@@ -120,7 +139,7 @@ def _change(
                 "or quantised."
             )
     if rule.partial:
-        return _Change(path, module, rule, None, None, tuple((p, 0, None) for p in parameters.values()))
+        return _Change(path, module, rule, Layer, None, tuple((p, 0, None) for p in parameters.values()))
     if rule.outputs:
         return _Change(path, module, rule, Direct, _direct(rule, plan, region), ())
     if rule.inside:
@@ -196,7 +215,7 @@ def _is_turned(path: str, module: nn.Module) -> bool:
     return name in TURNED
 
 
-def _kind(path: str, module: nn.Module, rule: Rule) -> type[nn.Module]:
+def _kind(path: str, module: nn.Module, rule: Rule) -> type[Layer]:
     if isinstance(module, nn.Embedding):
         return Vocabulary if rule.rows else Features
     return Column if rule.rows else Row
@@ -230,7 +249,7 @@ def _cut(parameter: nn.Parameter, dim: int, cut: Cut | None, axis: str) -> None:
     declare_split(parameter, [axis], shape=whole, boxes=Boxes.side_by_side(boxes, dim))
 
 
-def _resize(module: nn.Module, part: Part, kind: type[nn.Module]) -> None:
+def _resize(module: nn.Module, part: Part, kind: type[Layer]) -> None:
     names = {Column: "out_features", Row: "in_features", Vocabulary: "num_embeddings", Features: "embedding_dim"}
     if kind not in names:
         return

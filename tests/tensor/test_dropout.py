@@ -1,0 +1,142 @@
+"""Ranks with one seed drop what one process drops, at any degree, however attention is computed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tests.tensor.models import Attention, Decoder, Perceptron, Shape, plan_of
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from zoo import sim
+from zoo.comm import Communicator
+from zoo.layout import boxes_of, split_of
+from zoo.tensor import split
+
+
+class DroppingAttention(Attention):
+    """``way``: "sdpa", "causal", "grouped" or "layer" (a Dropout layer over the weights)."""
+
+    way = "sdpa"
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.drop, self.after = nn.Dropout(0.4), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (h.transpose(-3, -2) for h in self.heads(x))
+        rate = 0.4 if self.training else 0.0
+        if self.way == "layer":
+            mixed = self.drop((q @ k.mT / 2).softmax(-1)) @ v
+        else:
+            mask = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril() if self.way == "sdpa" else None
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, rate, self.way == "causal")
+        out: torch.Tensor = self.after(self.out(mixed.transpose(-3, -2).flatten(-2)))
+        return out
+
+
+class DroppingPerceptron(Perceptron):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.drop(torch.tanh(self.up(x))))
+        return out
+
+
+def dropping(shape: Shape, way: str) -> Decoder:
+    model = Decoder(shape)
+    for block in model.blocks:
+        block.attention.__class__ = type("Dropping", (DroppingAttention,), {"way": way})
+        block.attention.drop, block.attention.after = nn.Dropout(0.4), nn.Dropout(0.3)
+        block.perceptron.__class__ = DroppingPerceptron
+        block.perceptron.drop = nn.Dropout(0.2)
+    return model
+
+
+def forward(model: Decoder, ids: torch.Tensor, recomputes: bool) -> torch.Tensor:
+    x = model.words(ids)
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
+    out: torch.Tensor = model.head(model.last(x))
+    return out
+
+
+@given(
+    kv=st.integers(1, 3), each=st.integers(1, 2), degree=st.integers(2, 4), recomputes=st.booleans(),
+    way=st.sampled_from(["sdpa", "causal", "layer"]),
+)  # fmt: skip
+@example(kv=3, each=1, degree=2, recomputes=True, way="sdpa")
+def test_masks_are_those_of_one_process(kv: int, each: int, degree: int, recomputes: bool, way: str) -> None:
+    shape = Shape(heads=kv * each, kv=kv, inner=7, layers=2)
+    degree = min(degree, shape.heads)
+    ids = torch.randint(shape.vocab, (2, 5), generator=torch.Generator().manual_seed(1))
+
+    def run(model: Decoder) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            out = forward(model, ids, recomputes)
+            out.square().sum().backward()
+            after = torch.rand(1)
+        return torch.cat([out.detach().flatten(), after.double()])
+
+    whole = dropping(shape, way)
+    assert not torch.equal(run(whole), run(dropping(shape, way).eval()))
+    whole.zero_grad()
+    expected = run(whole)
+    grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    whole.eval()
+    plain = forward(whole, ids, False)
+
+    def fn(rank: int) -> None:
+        model, comm = dropping(shape, way), Communicator()
+        split(model, plan_of(shape), comm)
+        model = copy.deepcopy(model)
+        torch.testing.assert_close(run(model), expected, rtol=1e-11, atol=1e-12)
+        for name, parameter in model.named_parameters():
+            said, grad = split_of(parameter), parameter.grad
+            assert grad is not None
+            if said.partial:
+                comm.all_reduce(grad).wait()
+            if said.box is None:
+                torch.testing.assert_close(grad, grads[name], rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+            for laid in boxes_of(said.box) if said.box is not None else ():
+                there = grads[name][laid.box.ranges]
+                torch.testing.assert_close(
+                    grad[laid.here.ranges], there, rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+                )
+        model.eval()
+        torch.testing.assert_close(forward(model, ids, False), plain, rtol=1e-11, atol=1e-12)
+
+    sim.run(degree, fn, seed=0)
+
+
+def test_what_cannot_be_told_is_refused_and_nothing_is_left() -> None:
+    class Odd(Perceptron):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.down(self.up(x)[..., 1:] if self.training is None else self.drop(self.up(x).mT).mT)
+            return out
+
+    shape = Shape(inner=8)
+
+    def fn(rank: int) -> None:
+        model: Any = Decoder(shape)
+        for block in model.blocks:
+            block.perceptron.__class__ = Odd
+            block.perceptron.drop = nn.Dropout(0.5)
+        split(model, plan_of(shape), Communicator())
+        ids = torch.zeros(2, 5, dtype=torch.long)
+        with pytest.raises(ValueError, match=r"blocks\.0\.perceptron drops elements of a tensor of shape"):
+            model(ids)
+        assert F.dropout(torch.ones(3), 0.5, False).sum() == 3
+        model.eval()
+        model(ids)
+
+    sim.run(2, fn, seed=0)
