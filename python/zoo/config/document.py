@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from zoo.config.choice import ComponentChoice, check_choices
 from zoo.config.core import Config, make_config
 from zoo.config.errors import ConfigError
 from zoo.config.fates import fates_of, settle, unknown
-from zoo.config.mesh import Mesh, MeshError
+from zoo.config.mesh import PART_AXES, Mesh, MeshError
 from zoo.config.reading import nest, read_overrides, read_source
 from zoo.config.section import Section, allows_auto, allows_none, fields_by_key, section_of, section_of_items
 from zoo.config.tree import SECTION_KIND, Tree, default_of
@@ -109,6 +110,19 @@ class Document:
         }
         return replace(self, values=_merge(self.values, values), sources={**kept, **sources})
 
+    def _mesh(self, values: Mapping[str, Any]) -> Any:
+        """The section ``mesh``; without axes of its own, with those along which sections ask for parts of layers."""
+        mesh = values.get("mesh")
+        if isinstance(mesh, Mapping) and mesh.get("axes"):
+            return mesh
+        needed: dict[str, int] = {}
+        for name, (section, _) in self.tree.sections.items():
+            if hasattr(section, "mesh_axes") and isinstance(values.get(name), Mapping):
+                with contextlib.suppress(ValidationError):  # validation says what is wrong
+                    needed |= section.model_validate(values[name]).mesh_axes  # type: ignore[attr-defined]
+        needed = {axis: size for axis, size in needed.items() if axis in PART_AXES and size > 1}
+        return {**(mesh or {}), "axes": {"data": -1, **needed}} if needed else mesh
+
     def _with_batch_sizes(self, ranks: int, origin: str, problems: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         values, sources = dict(self.values), dict(self.sources)
         given = {key: values[key] for key in BATCH_KEYS if key in values and values[key] is not None}
@@ -122,7 +136,7 @@ class Document:
         if not whole:
             return values, sources  # validation says which one is wrong
         try:
-            ranks, origin = _ranks_of_batch(values.get("mesh"), ranks, origin)
+            ranks, origin = _ranks_of_batch(self._mesh(values), ranks, origin)
             derived = solve({key: int(value) for key, value in given.items()}, {**sources, "world_size": origin}, ranks)
         except (BatchSizeError, MeshError) as error:
             problems.append(str(error))

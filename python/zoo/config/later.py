@@ -163,17 +163,5 @@ SECTIONS: dict[str, Fate] = {
             "num_sliding_window_blocks": 3,
         },
     ),
-    "tensor_parallel": waits(
-        "tensor parallelism",
-        keys={
-            "autotp_size": setting(0, nothing=(1,)), "preset_model": setting(None, str, asks=False),
-            "tp_overlap_comm": setting(False, asks=False), "vocab_parallel_lm_head": setting(False, asks=False),
-            "partition_config": setting(None, dict, asks=False, open=True),
-            "tp": {"tp_size": 1, "tp_grain_size": setting(1, asks=False)},
-            "injection_policy_tuple": setting(None, list, asks=False),
-            "keep_module_on_host": setting(False, asks=False),
-            "replace_with_kernel_inject": setting(False, asks=False),
-        },
-    ),
 }  # fmt: skip
 """Whole sections, by name."""

@@ -47,6 +47,7 @@ CORE: dict[str, dict[str, str]] = {
         "jsonl_monitor": "zoo.monitor.jsonl_monitor:JsonlSection",
         "pipeline": "zoo.pipe.config:PipelineConfig",
         "progressive_layer_drop": "zoo.data_efficiency.config:LayerDropConfig",
+        "tensor_parallel": "zoo.tensor.config:TensorParallelConfig",
         "tensorboard": "zoo.monitor.tensorboard:TensorBoardSection",
         "train": "zoo.train.config:TrainConfig",
         "wandb": "zoo.monitor.wandb:WandbSection",
@@ -61,6 +62,7 @@ CORE: dict[str, dict[str, str]] = {
         "curriculum_learning": "zoo.data_efficiency.curriculum:CurriculumLearning",
         "data_efficiency": "zoo.data_efficiency.part:DataEfficiency",
         "progressive_layer_drop": "zoo.data_efficiency.layer_drop:ProgressiveLayerDrop",
+        "tensor_parallel": "zoo.tensor.part:TensorParallelPart",
     },
     "lr_schedule": {
         "LRRangeTest": "zoo.lr_schedules:LRRangeTest",

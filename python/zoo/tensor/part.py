@@ -46,9 +46,10 @@ class TensorParallelPart:
         if degree == 1:
             return
         if self.plan is None:
-            from zoo.tensor.huggingface import plan_of
-
-            self.plan = plan_of(module)
+            raise ValueError(
+                f"tensor_parallel asks for {degree} ranks without a plan; give tensor_parallel.plan, what "
+                "zoo.tensor.Plan.as_data() of the model's plan returns."
+            )
         split(module, self.plan, mesh, grain=self.section.tp.tp_grain_size)
         if self.section.vocab_parallel_lm_head:
             in_parts(module)

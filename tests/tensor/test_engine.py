@@ -1,0 +1,107 @@
+"""Tensor parallelism by configuration: the engine makes the mesh, cuts the model, and trains, saves and loads it."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tests.tensor.models import Decoder, Shape, plan_of
+from torch.nn import functional as F
+
+import zoo.engine
+from zoo import sim
+
+SHAPE = Shape(heads=6, kv=2, inner=9, vocab=11, bias=False)
+
+
+def document(degree: int, stage: int, data: int, **more: Any) -> dict[str, Any]:
+    section = {"autotp_size": degree, "plan": plan_of(SHAPE).as_data()}
+    return {
+        "train_batch_size": 8, "gradient_accumulation_steps": 4 // data, "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 50},
+        "tensor_parallel": section if degree > 1 else {}, **more,
+    }  # fmt: skip
+
+
+class Model(Decoder):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(super().forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def batches(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return list(torch.randint(SHAPE.vocab, (4, 2, 5), generator=generator))
+
+
+def train(engine: Any, steps: range, data: int) -> list[float]:
+    losses = []
+    for step in steps:
+        mine = batches(step)[engine.batch_rank :: data]
+        for ids in mine:
+            engine.backward(engine(ids))
+            engine.step()
+        losses.append(float(engine.record.loss))
+    return losses
+
+
+def run(degree: int, stage: int, data: int, steps: range, folder: str | None = None, tag: str = "", **more: Any) -> Any:
+    """Losses, norms, whole parameters; loads ``folder`` where steps do not begin at 0, and saves to ``tag``."""
+
+    def fn(rank: int) -> Any:
+        engine, *_ = zoo.engine.initialize(document(degree, stage, data, **more), Model(SHAPE))
+        assert engine.batch_ranks == data
+        if steps.start:
+            engine.load_checkpoint(folder)
+        losses = train(engine, steps, data)
+        found = losses, float(engine.get_global_grad_norm()), engine.optimizer.consolidated_parameters()
+        if tag:
+            engine.save_checkpoint(folder, tag)
+        engine.destroy()
+        return found
+
+    return sim.run(degree * data, fn, seed=0) if degree * data > 1 else [fn(0)]
+
+
+@given(
+    degree=st.integers(2, 3), stage=st.integers(0, 3), data=st.sampled_from([1, 2]), then=st.integers(1, 3),
+    stage_then=st.integers(0, 3),
+)  # fmt: skip
+@example(degree=2, stage=3, data=2, then=3, stage_then=1)
+def test_the_engine_trains_and_goes_on_at_any_degree(
+    degree: int, stage: int, data: int, then: int, stage_then: int
+) -> None:  # fmt: skip
+    (expected,) = run(1, 0, 1, range(4))
+    with tempfile.TemporaryDirectory() as folder:
+        first = run(degree, stage, data, range(2), folder, "two")
+        second = run(then, stage_then, data, range(2, 4), folder)
+    for found, steps in ((first, slice(2)), (second, slice(2, 4))):
+        assert sum(losses[0] for losses, *_ in found) / len(found) == pytest.approx(expected[0][steps][0], rel=1e-9)
+    for _, norm, parameters in second:
+        assert norm == pytest.approx(expected[1], rel=1e-9)
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, expected[2][name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_a_degree_and_a_mesh_that_do_not_fit_are_told() -> None:
+    odd = {"name": "x", "rules": [{"module": "a", "cuts": 1}]}
+
+    def fn(rank: int) -> None:
+        for section, error in (
+            ({"autotp_size": 2, "plan": {"name": "x"}}, "asks for 2 ranks, and the mesh has 3 along 'tensor'"),
+            ({"tp": {"tp_size": 3}}, "without a plan"),
+            ({"autotp_size": 3, "plan": odd}, r"tensor_parallel\.plan: rule got cuts"),
+            ({"autotp_size": 3, "tp": {"tp_size": 2}}, "keep one of them"),
+            ({"autotp_size": 2}, "2 does not divide 3|do not divide|mesh"),
+        ):
+            given = {"train_batch_size": 4, "tensor_parallel": section}
+            if "has 3 along" in error:
+                given["mesh"] = {"axes": {"data": -1, "tensor": 3}}
+            with pytest.raises(ValueError, match=error):
+                zoo.engine.initialize(given, Model(SHAPE))
+
+    sim.run(3, fn, seed=0)
