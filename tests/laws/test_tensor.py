@@ -39,6 +39,7 @@ class Case:
     threshold: int = 0
     clip: float = 0.0
     order: tuple[str, ...] = ("data", "tensor")
+    sequence: bool = False
 
 
 @st.composite
@@ -54,6 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
         shape=shape, degree=degree, data=draw(st.integers(1, 2)), stage=draw(st.integers(0, 3)),
         bucket_size=draw(st.sampled_from([1, 10**6])), threshold=draw(st.sampled_from([0, 10])),
         clip=draw(st.sampled_from([0.0, 0.3])), order=tuple(draw(st.permutations(("data", "tensor")))),
+        sequence=draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def build(case: Case) -> tuple[Any, Decoder, ZeroOptimizer, int]:
     sizes = {"data": case.data, "tensor": case.degree}
     mesh = init_device_mesh("cpu", tuple(sizes[axis] for axis in case.order), mesh_dim_names=case.order)
     model = Decoder(case.shape)
-    split(model, plan_of(case.shape), mesh)
+    split(model, plan_of(case.shape), mesh, sequence=case.sequence)
     optimizer = ZeroOptimizer(
         model, optimizer=torch.optim.AdamW, **RATE, stage=case.stage, mesh=mesh, data_axes=["data"],
         clip_norm=case.clip, reduce_bucket_size=case.bucket_size, param_persistence_threshold=case.threshold,
@@ -105,7 +107,7 @@ def train(case: Case, model: Decoder, optimizer: ZeroOptimizer, replica: int, st
 
 
 @given(case=cases())
-@example(case=Case(shape=Shape(heads=9, kv=3), degree=2))
+@example(case=Case(shape=Shape(heads=9, kv=3), degree=2, sequence=True))
 @example(case=Case(shape=Shape(heads=9, kv=3, layout="parts"), degree=4, data=1, stage=2))
 @example(case=Case(shape=Shape(heads=6, kv=3, layout="groups", norm=True), degree=3, stage=1, clip=0.3))
 @example(  # parts of other sizes, and the same buckets

@@ -71,10 +71,13 @@ def forward(model: Decoder, ids: torch.Tensor, recomputes: bool) -> torch.Tensor
 
 @given(
     kv=st.integers(1, 3), each=st.integers(1, 2), degree=st.integers(2, 4), recomputes=st.booleans(),
-    way=st.sampled_from(["sdpa", "causal", "layer"]),
+    way=st.sampled_from(["sdpa", "causal", "layer"]), sequence=st.booleans(),
 )  # fmt: skip
-@example(kv=3, each=1, degree=2, recomputes=True, way="sdpa")
-def test_masks_are_those_of_one_process(kv: int, each: int, degree: int, recomputes: bool, way: str) -> None:
+@example(kv=3, each=1, degree=2, recomputes=True, way="sdpa", sequence=False)
+@example(kv=3, each=1, degree=2, recomputes=True, way="layer", sequence=True)
+def test_masks_are_those_of_one_process(
+    kv: int, each: int, degree: int, recomputes: bool, way: str, sequence: bool
+) -> None:  # fmt: skip
     shape = Shape(heads=kv * each, kv=kv, inner=7, layers=2)
     degree = min(degree, shape.heads)
     ids = torch.randint(shape.vocab, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -97,7 +100,7 @@ def test_masks_are_those_of_one_process(kv: int, each: int, degree: int, recompu
 
     def fn(rank: int) -> None:
         model, comm = dropping(shape, way), Communicator()
-        split(model, plan_of(shape), comm)
+        split(model, plan_of(shape), comm, sequence=sequence)
         model = copy.deepcopy(model)
         torch.testing.assert_close(run(model), expected, rtol=1e-11, atol=1e-12)
         for name, parameter in model.named_parameters():

@@ -36,11 +36,13 @@ def weights_of(logits: torch.Tensor) -> torch.Tensor:
     return torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(5))
 
 
-@given(shape=shapes(), degree=st.integers(1, 5), training=st.booleans())
-@example(shape=Shape(heads=9, kv=3), degree=2, training=True)
-@example(shape=Shape(heads=9, kv=3, layout="parts"), degree=4, training=False)
-@example(shape=Shape(heads=6, kv=2, layout="groups"), degree=3, training=True)
-def test_outputs_and_gradients_are_those_of_the_whole_model(shape: Shape, degree: int, training: bool) -> None:
+@given(shape=shapes(), degree=st.integers(1, 5), training=st.booleans(), sequence=st.booleans())
+@example(shape=Shape(heads=9, kv=3), degree=2, training=True, sequence=True)
+@example(shape=Shape(heads=9, kv=3, layout="parts"), degree=4, training=False, sequence=False)
+@example(shape=Shape(heads=6, kv=2, layout="groups"), degree=3, training=True, sequence=True)
+def test_outputs_and_gradients_are_those_of_the_whole_model(
+    shape: Shape, degree: int, training: bool, sequence: bool
+) -> None:  # fmt: skip
     degree = min(degree, shape.heads)
     whole, ids = Decoder(shape), tokens(shape)
     logits = whole(ids)
@@ -49,7 +51,9 @@ def test_outputs_and_gradients_are_those_of_the_whole_model(shape: Shape, degree
 
     def fn(rank: int) -> None:
         comm, model = Communicator(), Decoder(shape)
-        split(model, plan_of(shape), comm, training=training)
+        split(model, plan_of(shape), comm, training=training, sequence=sequence)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids), logits, rtol=1e-12, atol=1e-12)
         found = model(ids)
         torch.testing.assert_close(found, logits, rtol=1e-12, atol=1e-12)
         (found * weights_of(found)).sum().backward()

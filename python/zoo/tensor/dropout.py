@@ -67,12 +67,12 @@ class WholeMasks:
         """Before the forward."""
         if module.training:
             self._modes.append(_Mode(self))
-            self._modes[-1].__enter__()
+            self._modes[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, module: nn.Module, args: Any, found: Any) -> None:
         """After it, or after it has failed."""
         if self._modes:
-            self._modes.pop().__exit__(None, None, None)
+            self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def mask(self, x: torch.Tensor, p: float) -> torch.Tensor:
         """What x is multiplied by: 0, or 1 / (1 - p).
@@ -81,7 +81,10 @@ class WholeMasks:
             ValueError: it does not look like heads or features of this rank.
         """
         shape, heads, features = list(x.shape), self._heads, self._features
-        if x.dim() >= 4 and heads is not None and shape[-3] == heads.size:
+        tokens = None if self._region.inside else getattr(self._region, "tokens", None)
+        if tokens is not None and x.dim() >= 2 and shape[-2] == tokens.mine[1] - tokens.mine[0]:
+            dim, dealt = x.dim() - 2, Dealt(tokens.mine[0], tokens.mine[1], tokens.total)
+        elif x.dim() >= 4 and heads is not None and shape[-3] == heads.size:
             dim, dealt = x.dim() - 3, heads
         elif features is not None and shape[-1] == features.size:
             dim, dealt = x.dim() - 1, features
@@ -91,13 +94,18 @@ class WholeMasks:
                 f"has a part ({heads}, {features}): which dim is dealt cannot be told. Set its rate to 0."
             )
         shape[dim] = dealt.total
-        whole = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p, True)
+        self._region.drawing = True
+        try:
+            whole = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p, True)
+        finally:
+            self._region.drawing = False
         return whole.narrow(dim, dealt.start, dealt.size)
 
     @property
-    def inside(self) -> bool:
-        """Tensors are parts now: after a column-parallel layer, and before a row-parallel one."""
-        return self._region.inside
+    def active(self) -> bool:
+        """Tensors are parts now: between a column-parallel layer and a row-parallel one, or as shares of tokens."""
+        region = self._region
+        return not region.drawing and (region.inside or getattr(region, "tokens", None) is not None)
 
 
 class _Mode(TorchFunctionMode):
@@ -109,7 +117,7 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if self._masks.inside:
+        if self._masks.active:
             if func is F.dropout:
                 return self._dropout(*args, **kwargs)
             if func is F.scaled_dot_product_attention and _rate(args, kwargs) > 0:

@@ -87,7 +87,7 @@ class Layer(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         found = type(self).__new__(type(self))
         memo[id(self)] = found
-        found.__setstate__(copy.deepcopy(self.__dict__, memo))
+        found.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 declare_as(found._parameters[name], parameter)

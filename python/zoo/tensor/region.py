@@ -26,13 +26,15 @@ class Region:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self.drawing = False
+        """A mask of a whole tensor is being drawn."""
         self.inside = False
         """Tensors are parts now: after a column-parallel layer and before a row-parallel one."""
         self._entered: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         if id(self) not in memo:
-            memo[id(self)] = Region(self.comm)
+            memo[id(self)] = type(self)(self.comm)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:

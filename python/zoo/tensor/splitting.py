@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator
-from zoo.layout import Box, Boxes, declare_partial, declare_split
+from zoo.layout import Box, Boxes, declare_partial, declare_split, split_of
 from zoo.tensor.dims import Dims
 from zoo.tensor.dropout import Dealt, WholeMasks, drops
 from zoo.tensor.layers import Column, Direct, Features, Inside, Layer, Part, Row, Vocabulary, become, part_of
 from zoo.tensor.plans import AXIS, Count, Cut, Plan, Rule, Take, matches
 from zoo.tensor.region import Region
+from zoo.tensor.sequence import SequenceRegion, share_tokens
 from zoo.tensor.shares import HEAD, KV, QUERY
 
 LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", "FalconLinear")
@@ -51,8 +52,9 @@ class Setting:
 
 
 def split(
-    model: nn.Module, plan: Plan, mesh: Any, *, training: bool = True, grain: int = 1, axis: str = AXIS
-) -> Region:
+    model: nn.Module, plan: Plan, mesh: Any, *, training: bool = True, grain: int = 1, sequence: bool = False,
+    axis: str = AXIS,
+) -> Region:  # fmt: skip
     """Leave on every rank its part of ``model``, in place. Collective over the axis, for its communicator.
 
     Args:
@@ -62,6 +64,7 @@ def split(
         training: keys and values that several ranks need stay whole on each, so that there is one of each to update.
             Else each rank has copies of those that it needs.
         grain: hidden features and the vocabulary are dealt in multiples of this.
+        sequence: between blocks each rank has a share of the tokens (:mod:`zoo.tensor.sequence`).
 
     Returns:
         The region, for a loss over parts.
@@ -70,7 +73,8 @@ def split(
         ValueError: the plan does not fit the model or the degree. Nothing was changed.
     """
     comm = mesh if isinstance(mesh, Communicator) else Communicator.of_axes(mesh, [axis])
-    setting, region = Setting(comm, training, grain), Region(comm)
+    setting, region = Setting(comm, training, grain), SequenceRegion(comm) if sequence else Region(comm)
+    layers = _layers(model, plan) if sequence else []
     changes = _changes(model, plan, setting, region)
     counts = _counts(model, plan, setting)
     takes = _takes(model, plan, setting)
@@ -87,7 +91,34 @@ def split(
     for apply in [*counts, *takes]:
         apply()
     _draw_whole_masks(changes, plan, setting, region, model)
+    if isinstance(region, SequenceRegion):
+        _share_tokens(changes, layers, region, model, axis)
     return region
+
+
+def _layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
+    found = [(path, module) for path, module in model.named_modules() if plan.layers and matches(plan.layers, path)]
+    if not found:
+        raise ValueError(f"sequence=True with plan {plan.name!r}, which names no layers that the model has.")
+    return found
+
+
+def _share_tokens(
+    changes: list[_Change], layers: list[tuple[str, nn.Module]], region: SequenceRegion, model: nn.Module, axis: str
+) -> None:  # fmt: skip
+    inside = tuple(f"{path}." for path, _ in layers)
+    paths = [c.path.rpartition(".")[0] for c in changes if c.kind is Column and c.path.startswith(inside)]
+    share_tokens([layer for _, layer in layers], [model.get_submodule(path) for path in dict.fromkeys(paths)], region)
+    dealt = {id(parameter) for change in changes for parameter, _, cut in change.parameters if cut is not None}
+    for path, layer in layers:
+        for module in layer.modules():
+            whole = [p for p in module.parameters(recurse=False) if id(p) not in dealt and not split_of(p).partial]
+            for parameter in whole:  # each rank sees its own tokens
+                declare_partial(parameter, [axis])
+            if whole and not isinstance(module, Layer):
+                become(module, Layer, None)
+        if drops(layer):
+            WholeMasks(path, region, None, None).attach(layer)
 
 
 def _draw_whole_masks(
