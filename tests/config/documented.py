@@ -240,6 +240,8 @@ EFFECTS: dict[str, str] = {
     "activation_checkpointing":
         "tests/activation_checkpointing/test_engine.py::test_every_key_of_the_section_does_what_it_says",
     "pipeline.stages": "tests/pipe/test_faults.py::test_a_configuration_for_other_stages_is_refused",
+    "tensor_parallel": "tests/tensor/test_engine.py::test_every_key_of_the_section_does_what_it_says",
+    "tensor_parallel.tp": "tests/tensor/test_engine.py::test_every_key_of_the_section_does_what_it_says",
     "tensorboard": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",
     "wandb": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",
     "csv_monitor": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",

@@ -9,12 +9,14 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.tensor.models import Decoder, Shape, plan_of
 from tests.profiles import examples
+from tests.tensor.models import Decoder, Shape, plan_of
+from tests.tensor.test_loss import llama, plan_of_llama
 from torch.nn import functional as F
 
 import zoo.engine
 from zoo import sim
+from zoo.tensor import Parts
 
 SHAPE = Shape(heads=6, kv=2, inner=9, vocab=11, bias=False)
 
@@ -107,3 +109,36 @@ def test_a_degree_and_a_mesh_that_do_not_fit_are_told() -> None:
                 zoo.engine.initialize(given, Model(SHAPE))
 
     sim.run(3, fn, seed=0)
+
+
+def test_every_key_of_the_section_does_what_it_says() -> None:
+    ids = torch.randint(11, (1, 6), generator=torch.Generator().manual_seed(1))
+
+    def engine_of(**section: Any) -> Any:
+        given = {"train_batch_size": 2, "tensor_parallel": {"plan": plan_of_llama().as_data(), **section}}
+        return zoo.engine.initialize({**given, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, llama())[0]
+
+    def fn(rank: int) -> None:
+        whole = engine_of()
+        assert whole.batch_ranks == 2
+        expected = whole(ids, labels=ids)
+        whole.destroy()
+        for asked in ({"autotp_size": 2}, {"tp": {"tp_size": 2}}):
+            engine = engine_of(**asked)
+            assert (engine.batch_ranks, dict(zip(engine.mesh.mesh_dim_names, engine.mesh.shape, strict=True))) == (
+                1, {"data": 1, "tensor": 2},
+            )  # fmt: skip
+            found = engine(ids, labels=ids)
+            torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+            engine.destroy()
+        engine = engine_of(autotp_size=2, vocab_parallel_lm_head=True)
+        found = engine(ids, labels=ids)
+        assert isinstance(found.logits, Parts)
+        engine.backward(found.loss)
+        engine.step()
+        engine.destroy()
+        with pytest.raises(ValueError, match="11 cannot be dealt in multiples of 4"):
+            engine_of(autotp_size=2, tp={"tp_grain_size": 4})
+
+    sim.run(2, fn, seed=0)

@@ -11,10 +11,12 @@ fuses the head and the loss in this way.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from zoo.comm import Communicator
 from zoo.tensor.layers import KEEP, part_of
@@ -45,6 +47,16 @@ class Parts:
             f"{name!r} of logits that are in parts over the tensor-parallel ranks; call logits.gather() on all of "
             "them, or forward without labels."
         )
+
+
+@cache
+def _register() -> None:
+    """Let whoever looks for tensors in outputs find the part."""
+    pytree.register_pytree_node(
+        Parts,
+        lambda parts: ([parts.local], (parts._region, parts._sizes)),
+        lambda found, known: Parts(next(iter(found)), *known),
+    )
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -160,6 +172,7 @@ def in_parts(model: nn.Module, head: str = "lm_head") -> None:
             "causal language model alone."
         )
     model.loss_function = ModelLoss(own, layer)  # type: ignore[assignment]
+    _register()
     keeping = _Keeping(layer, part.region, part.sizes)
     model.register_forward_pre_hook(keeping.begin, with_kwargs=True, prepend=True)
     model.register_forward_hook(keeping.end, always_call=True)
