@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import zoo.engine
 from zoo import sim
+from zoo.layout import split_of
 from zoo.tensor import Parts
 
 SHAPE = Shape(heads=6, kv=2, inner=9, vocab=11, bias=False)
@@ -97,7 +98,7 @@ def test_a_degree_and_a_mesh_that_do_not_fit_are_told() -> None:
     def fn(rank: int) -> None:
         for section, error in (
             ({"autotp_size": 2, "plan": {"name": "x"}}, "asks for 2 ranks, and the mesh has 3 along 'tensor'"),
-            ({"tp": {"tp_size": 3}}, "without a plan"),
+            ({"tp": {"tp_size": 3}}, "no configuration with a model_type"),
             ({"autotp_size": 3, "plan": odd}, r"tensor_parallel\.plan: rule got cuts"),
             ({"autotp_size": 3, "tp": {"tp_size": 2}}, "keep one of them"),
             ({"autotp_size": 2}, "2 does not divide 3|do not divide|mesh"),
@@ -132,7 +133,15 @@ def test_every_key_of_the_section_does_what_it_says() -> None:
             torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
             engine.destroy()
-        engine = engine_of(autotp_size=2, vocab_parallel_lm_head=True)
+        wrong = plan_of_llama().as_data()
+        wrong["rules"][3]["rows"] = "dim kv"  # values would be cut inside of heads
+        with pytest.raises(ValueError, match="degree 2"):
+            engine_of(autotp_size=2, plan=wrong)
+        engine = engine_of(autotp_size=2, plan=None, sequence=True)
+        torch.testing.assert_close(engine(ids, labels=ids).loss, expected.loss, rtol=1e-5, atol=1e-6)
+        assert any(split_of(p).partial for _, p in engine.module.named_parameters())  # norms, of a share of the tokens
+        engine.destroy()
+        engine = engine_of(autotp_size=2, plan=None, prove=False, vocab_parallel_lm_head=True)
         found = engine(ids, labels=ids)
         assert isinstance(found.logits, Parts)
         engine.backward(found.loss)

@@ -37,7 +37,14 @@ class TensorParallelConfig(Section):
     """``tp_size`` and ``tp_grain_size``."""
 
     plan: Annotated[dict[str, Any] | None, OWN] = None
-    """A plan as data (``Plan.as_data()``). null: the plan of the model's family, or what the model ships."""
+    """A plan as data (``Plan.as_data()``). null: what the model's method ``tensor_plan()`` returns, if it has one; else
+    the plan of its family, or the styles that it ships."""
+
+    prove: Annotated[bool, OWN] = True
+    """Before a model of transformers is cut, a small one of its class is, and compared with the whole one."""
+
+    sequence: Annotated[bool, OWN] = False
+    """Between blocks each rank has a share of the tokens."""
 
     vocab_parallel_lm_head: bool = False
     """The loss of a causal language model is computed from parts of the logits, which are not gathered."""

@@ -9,8 +9,10 @@ from torch import nn
 
 from zoo.parts import Environment
 from zoo.tensor.config import TensorParallelConfig
+from zoo.tensor.huggingface import plan_of
 from zoo.tensor.loss import in_parts
 from zoo.tensor.plans import AXIS, Plan
+from zoo.tensor.proof import prove
 from zoo.tensor.splitting import split
 
 __all__ = ["TensorParallelPart"]
@@ -46,11 +48,12 @@ class TensorParallelPart:
         if degree == 1:
             return
         if self.plan is None:
-            raise ValueError(
-                f"tensor_parallel asks for {degree} ranks without a plan; give tensor_parallel.plan, what "
-                "zoo.tensor.Plan.as_data() of the model's plan returns."
-            )
-        split(module, self.plan, mesh, grain=self.section.tp.tp_grain_size)
+            own = getattr(module, "tensor_plan", None)
+            self.plan = own() if callable(own) else plan_of(module)
+        grain = self.section.tp.tp_grain_size
+        if self.section.prove and hasattr(getattr(module, "config", None), "model_type"):
+            prove(module, module.config, self.plan, degree, grain=grain)
+        split(module, self.plan, mesh, grain=grain, sequence=self.section.sequence)
         if self.section.vocab_parallel_lm_head:
             in_parts(module)
         _log.info("cut over %d ranks by %s", degree, self.plan)
