@@ -119,7 +119,7 @@ class Document:
         for name, (section, _) in self.tree.sections.items():
             if hasattr(section, "mesh_axes") and isinstance(values.get(name), Mapping):
                 with contextlib.suppress(ValidationError):  # validation says what is wrong
-                    needed |= section.model_validate(values[name]).mesh_axes  # type: ignore[attr-defined]
+                    needed |= section.model_validate(values[name]).mesh_axes
         needed = {axis: size for axis, size in needed.items() if axis in PART_AXES and size > 1}
         return {**(mesh or {}), "axes": {"data": -1, **needed}} if needed else mesh
 
