@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
+import transformers
 from tests.tensor.hub import class_of, config_of, model_of
 
 from zoo import sim
@@ -37,17 +38,17 @@ def without(plan: Plan, module: str) -> Plan:
 
 WRONG: dict[str, tuple[str, Callable[[Plan], Plan], str]] = {
     "GPT-2 without a count": ("gpt2", lambda p: replace(p, counts=p.counts[:1]), "the split model fails"),
-    "GPT-2 laid out as BLOOM": ("gpt2", lambda p: changed(p, "c_attn", rows="head part=3 dim"), "outputs differs"),
+    "GPT-2 laid out as BLOOM": ("gpt2", lambda p: changed(p, "c_attn", rows="head part=3 dim"), "logits differs"),
     "BLOOM laid out as GPT-2": (
         "bloom",
         lambda p: changed(p, "query_key_value", rows="part=3 head dim"),
-        "outputs differs",
+        "logits differs",
     ),
     "BLOOM without slopes": ("bloom", lambda p: replace(p, takes=()), "the split model fails"),
     "BLOOM with slopes of others": (
         "bloom",
         lambda p: replace(p, takes=(replace(p.takes[0], dims="head batch"),)),
-        "outputs differs",
+        "logits differs",
     ),
     "Llama without a count": ("llama", lambda p: replace(p, counts=()), "the split model fails"),
     "Llama's keys as queries": ("llama", lambda p: changed(p, "k_proj", rows="kv dim", cut="dim"), "is refused"),
@@ -61,7 +62,7 @@ WRONG: dict[str, tuple[str, Callable[[Plan], Plan], str]] = {
     "Mixtral's halves as one": (
         "mixtral",
         lambda p: changed(p, "experts", inside=(("gate_up_proj", 1, "inner part=2"), ("down_proj", 2, "inner"))),
-        "outputs differs",
+        "logits differs",
     ),
     "DeepSeek without its rotary key": (
         "deepseek_v3",
@@ -72,7 +73,7 @@ WRONG: dict[str, tuple[str, Callable[[Plan], Plan], str]] = {
     "OPT with a head in parts": (
         "opt",
         lambda p: replace(p, rules=tuple(replace(r, gather=False) for r in p.rules)),
-        "outputs has the shape",
+        "logits has the shape",
     ),
 }
 
@@ -101,6 +102,38 @@ def test_a_plan_with_other_sizes_than_the_configuration_is_told() -> None:
         prove(class_of("llama"), config, replace(plan, sizes=(*plan.sizes, ("width", 77))), 2)
 
 
+def test_plans_with_another_attention_are_proved_apart() -> None:
+    """Falcon's slopes come in the mask with one, and beside it with the other."""
+    config = config_of("falcon-heads")
+    plan = plan_of(model_of("falcon-heads"))
+    found = []
+    for attention in ("sdpa", "eager"):
+        config._attn_implementation = attention
+        found.append(prove(class_of("falcon-heads"), config, plan, 2))
+    assert found[0] is not found[1]
+    config._attn_implementation = "flash_attention_2"  # which needs a device
+    prove(class_of("falcon-heads"), config, plan, 2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["BertModel", "BertForSequenceClassification", "BertForTokenClassification", "LlamaModel", "T5EncoderModel",
+     "LlamaForSequenceClassification", "GPT2ForSequenceClassification", "OPTForQuestionAnswering"],
+)  # fmt: skip
+def test_models_with_other_heads_and_without_are_proved(kind: str) -> None:
+    name = next(name for name in ("bert", "gpt2", "llama", "opt", "t5") if kind.lower().startswith(name))
+    with torch.device("meta"):
+        model = getattr(transformers, kind)(config_of(name))
+    found = prove(model, model.config, plan_of(model), 2)
+    assert max(found.outputs, found.gradients or 0.0) < 1e-13
+
+
+def test_a_configuration_of_several_is_told() -> None:
+    config = transformers.Gemma3Config()
+    with pytest.raises(ValueError, match="Gemma3Config is made of several configurations"):
+        prove(class_of("llama"), config, plan_of(model_of("llama")), 2)
+
+
 def test_a_model_that_fails_unsplit_is_told() -> None:
     class Broken(class_of("llama")):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,6 +141,13 @@ def test_a_model_that_fails_unsplit_is_told() -> None:
 
     with pytest.raises(ValueError, match=r"cannot be proved: a small Broken in fp64 fails unsplit .*not today"):
         prove(Broken, config_of("llama"), plan_of(model_of("llama")), 2)
+
+    class Silent(class_of("llama")):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return {"logits": self.lm_head.weight * torch.nan}
+
+    with pytest.raises(ValueError, match=r"a small Silent in fp64 fails unsplit .*outputs are logits.* not finite"):
+        prove(Silent, config_of("llama"), plan_of(model_of("llama")), 2)
 
 
 def test_ranks_of_a_job_prove_alone_and_change_nothing() -> None:

@@ -69,7 +69,8 @@ def prove(
         ValueError: the split model fails, or computes something else: with what differs, the degree and the number.
     """
     kind = model if isinstance(model, type) else type(model)
-    key = (kind, config.to_json_string(use_diff=False), plan, degree, training, grain)
+    how = getattr(config, "_attn_implementation", None)  # which is not in the JSON
+    key = (kind, config.to_json_string(use_diff=False), how, plan, degree, training, grain)
     if key not in _PROVED:
         try:
             _PROVED[key] = _prove(kind, config, plan, degree, training, grain)
@@ -88,7 +89,10 @@ def _prove(kind: type[nn.Module], config: Any, plan: Plan, degree: int, training
     def unsplit(_: Communicator) -> tuple[list[nn.Module], list[tuple[str, Step]], _Computed]:
         whole = random_model(kind, small.config)
         copies, steps = [copy.deepcopy(whole) for _ in range(degree)], computations(whole)
-        return copies, steps, _compute(whole, steps, training)
+        found = _compute(whole, steps, training)
+        if not found.outputs or not all(value.isfinite().all() for value in found.outputs.values()):
+            raise ValueError(f"its outputs are {', '.join(found.outputs) or 'none'}, and not finite numbers")
+        return copies, steps, found
 
     try:  # in a thread of its own: no context of the caller's counts there
         ((copies, steps, expected),) = lockstep.run(1, unsplit)
@@ -157,11 +161,11 @@ def random_model(kind: type[nn.Module], config: Any) -> nn.Module:
     return model
 
 
-Step = Callable[[nn.Module, Mapping[str, Any]], Mapping[str, Any]]
+Step = Callable[[nn.Module, Mapping[str, Any]], Mapping[str, Any] | None]
 
 
 def computations(model: nn.Module) -> list[tuple[str, Step]]:
-    """What is computed: (its name, a function of the model and the outputs of the one before)."""
+    """What is computed: (its name, a function of the model and the outputs of the one before, None for nothing)."""
     config: Any = model.config
     accepted = inspect.signature(model.forward).parameters
     cache = next((name for name in ("cache", "past_key_values") if name in accepted), None)
@@ -187,7 +191,10 @@ def computations(model: nn.Module) -> list[tuple[str, Step]]:
         def second(model: nn.Module, before: Mapping[str, Any]) -> Any:
             return model(input_ids=ids[:, -1:], attention_mask=mask, **{str(cache): before[str(cache)]})
 
-    return [("outputs", first)] + ([] if cache is None else [("outputs of a decoding step", second)])
+    def decode(model: nn.Module, before: Mapping[str, Any]) -> Any:
+        return None if before.get(str(cache)) is None else second(model, before)
+
+    return [("", first), (" of a decoding step", decode)]
 
 
 @dataclass(frozen=True)
@@ -197,25 +204,27 @@ class _Computed:
 
 
 def _compute(model: nn.Module, steps: list[tuple[str, Step]], training: bool) -> _Computed:
-    """Outputs of all steps, and the gradients of a random sum of those of the first."""
+    """Outputs of all steps, and the gradients of a random sum of those of the first one."""
     outputs: dict[str, torch.Tensor] = {}
     before: Mapping[str, Any] = {}
     with _exact():
         for name, step in steps:
             with torch.no_grad():
-                before = step(model, before)
-            outputs[name] = _first(before)
+                before = step(model, before) or {}
+            outputs |= {f"{key}{name}": value for key, value in _floats(before)}
         if training:
-            found = _first(steps[0][1](model, {}))
-            weights = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(2))
-            torch.autograd.backward((found * weights).sum())
+            draw, found = torch.Generator().manual_seed(2), dict(_floats(steps[0][1](model, {}) or {}))
+            weights = [torch.randn(value.shape, dtype=value.dtype, generator=draw) for value in found.values()]
+            torch.autograd.backward(list(found.values()), weights)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return _Computed(outputs, gradients)
 
 
-def _first(found: Mapping[str, Any]) -> torch.Tensor:
-    """Logits, or whatever a model without a head puts first."""
-    return next(value for value in found.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
+def _floats(found: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Logits, or whatever a model without a head returns, by name."""
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            yield name, value
 
 
 def _parts(

@@ -44,6 +44,11 @@ def shrunken(config: Any, plan: Plan, degree: int, grain: int = 1) -> Small:
     Raises:
         ValueError: the plan's heads are not those of the configuration, or a size of the plan is not known in it.
     """
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"{type(config).__name__} is made of several configurations, which are not shrunken together; prove a plan "
+            "of the text model by itself, with config.get_text_config()."
+        )
     known = dict(plan.sizes)
     heads = known.get(HEAD, config.num_attention_heads)
     if heads != config.num_attention_heads:
@@ -131,6 +136,8 @@ def _other(config: Any, vocab: int) -> None:
             value = getattr(config, name)
             value = value[0] if isinstance(value, list) and value else value
             setattr(config, name, value if value is None else min(value, vocab - 1))
+    if config.pad_token_id is None:  # classifiers look for the last token that is no padding
+        config.pad_token_id = vocab - 1
     for name in ("quantization_config", "dtype"):
         if getattr(config, name, None) is not None:
             setattr(config, name, None)
