@@ -188,6 +188,8 @@ def test_what_does_not_fit_is_told_before_anything_changes() -> None:
     told(model, replace(plan, sizes=(("head", 5),)), "makes multiples of")
     other = replace(plan, rules=(*plan.rules[:-1], Rule(module="head", columns="width", cut="width")))
     told(model, other, "one parameter, and the plan cuts it in two ways")
+    untied = replace(plan, rules=plan.rules[:-1])
+    told(model, untied, "head has the parameter of words, and no rule")
     told(model, replace(plan, rules=(Rule(module="blocks.*.first", rows="a", cut="a"),)), "is a LayerNorm")
     wrong = replace(plan, counts=(replace(plan.counts[0], attribute="n_head"),))
     told(model, wrong, "no attribute 'n_head'")

@@ -155,7 +155,7 @@ def _changes(model: nn.Module, plan: Plan, setting: Setting, region: Region) -> 
             f"plan {plan.name!r} has rules for {', '.join(missing)}, and the model has no such modules; it has "
             f"{', '.join(paths[:6])}, …"
         )
-    _check_ties(found)
+    _check_ties(found, model)
     return found
 
 
@@ -252,8 +252,8 @@ def _kind(path: str, module: nn.Module, rule: Rule) -> type[Layer]:
     return Column if rule.rows else Row
 
 
-def _check_ties(changes: Iterable[_Change]) -> None:
-    """Raise ValueError where a parameter of two modules is cut in two ways, or one of them is in no rule."""
+def _check_ties(changes: Iterable[_Change], model: nn.Module) -> None:
+    """Raise ValueError where a parameter of two modules is cut in two ways, or a matrix of one that is in no rule."""
     first: dict[int, tuple[str, int, Any]] = {}
     for change in changes:
         for parameter, dim, cut in change.parameters:
@@ -262,6 +262,14 @@ def _check_ties(changes: Iterable[_Change]) -> None:
                 raise ValueError(
                     f"{path} and {change.path} have one parameter, and the plan cuts it in two ways; a tied head is "
                     "cut as its embedding is: rows='vocab', cut='vocab'."
+                )
+    ruled = {id(change.module) for change in changes}
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False) if id(module) not in ruled else ():
+            if id(parameter) in first and parameter.ndim > 1:  # a bias may be kept where nothing computes with it
+                raise ValueError(
+                    f"{path} has the parameter of {first[id(parameter)][0]}, and no rule; give it one that cuts in the "
+                    "same way."
                 )
 
 
