@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.laws.test_families import pick, whole
 from tests.laws.test_families import states as states_of
+from tests.processes import run_ranks
 from tests.tensor.models import Decoder, Shape, plan_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -137,6 +138,25 @@ def test_any_plan_at_any_degree_and_stage_trains_as_one_process(case: Case) -> N
         for name, value in parameters.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
     assert sums == pytest.approx(losses, rel=1e-10)
+
+
+GLOO = Case(shape=Shape(heads=9, kv=3), degree=2, data=1, stage=3, clip=0.3)
+
+
+def of_rank(rank: int) -> Any:
+    _, model, optimizer, replica = build(GLOO)
+    losses, norms = train(GLOO, model, optimizer, replica, range(STEPS))
+    return losses, norms, optimizer.consolidated_parameters()
+
+
+@pytest.mark.slow
+def test_over_gloo() -> None:
+    losses, norms, expected = reference(GLOO)
+    for of_losses, of_norms, parameters in run_ranks(2, of_rank).values():
+        assert of_losses == pytest.approx(losses, rel=1e-10)
+        assert of_norms == pytest.approx(norms, rel=1e-10)
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
 def state_of(states: list[Any]) -> dict[tuple[str, str], torch.Tensor]:

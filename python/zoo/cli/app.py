@@ -17,6 +17,7 @@ from zoo.cli.failure import one_sentence, rank_of_launch
 from zoo.cli.io import app as io_app
 from zoo.cli.pipe import app as pipe_app
 from zoo.cli.run import run
+from zoo.cli.tensor import app as tensor_app
 
 
 class _Commands(TyperGroup):
@@ -58,6 +59,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(ckpt_app, name="ckpt")
 app.add_typer(io_app, name="io")
 app.add_typer(pipe_app, name="pipe")
+app.add_typer(tensor_app, name="tensor")
 app.command(context_settings={"allow_interspersed_args": False})(run)
 
 

@@ -15,3 +15,5 @@ from .proof import Proof as Proof
 from .proof import prove as prove
 from .region import Region as Region
 from .splitting import split as split
+from .summary import Summary as Summary
+from .summary import summary as summary

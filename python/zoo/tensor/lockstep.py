@@ -15,7 +15,7 @@ from zoo.comm import CommsLog, Communicator
 from zoo.comm.handles import DONE, Handle
 
 T = TypeVar("T")
-_WAIT_S = 60.0
+_WAIT_S = 600.0
 """What a rank waits for others before it says that they do not come."""
 
 

@@ -72,7 +72,7 @@ def split(
     Raises:
         ValueError: the plan does not fit the model or the degree. Nothing was changed.
     """
-    comm = mesh if isinstance(mesh, Communicator) else Communicator.of_axes(mesh, [axis])
+    comm = Communicator.of_axes(mesh, [axis]) if hasattr(mesh, "mesh_dim_names") else mesh
     setting, region = Setting(comm, training, grain), SequenceRegion(comm) if sequence else Region(comm)
     layers = _layers(model, plan) if sequence else []
     changes = _changes(model, plan, setting, region)
