@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 
 from zoo.config import ConfigError, load
-from zoo.config.reading import parse_value, read_overrides, read_source
+from zoo.config.reading import DocumentError, parse_value, read_overrides, read_source
+from zoo.config.strict_yaml import parse
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -102,3 +104,48 @@ def test_paths_with_holes(path: str) -> None:
 def test_a_path_below_a_value() -> None:
     with pytest.raises(ConfigError, match="lies below 'a'"):
         read_overrides(["a=1", "a.b=2"])
+
+
+MERGED = """
+train_batch_size: 2
+gradient_clipping: 0.5
+zero_optimization: &zero
+  <<: {stage: 1, overlap_comm: true}
+  stage: 2
+bf16: {enabled: true}
+data_types: {grad_accum_dtype: fp32}
+"""
+
+
+def test_merge_keys_of_yaml_are_read_and_their_keys_may_be_given_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(MERGED)
+    section = load(path).zero_optimization
+    assert (section.stage, section.overlap_comm) == (2, True)
+    inner = "b: {c: &c {<<: {x: 1}, x: 2}}\nd: {<<: *c}\ne: {<<: [*c, {y: 3, x: 4}]}\n"
+    assert parse(inner) == {"b": {"c": {"x": 2}}, "d": {"x": 2}, "e": {"x": 2, "y": 3}}
+    with pytest.raises(DocumentError, match="key 'x' is given twice"):
+        parse("a: {<<: {x: 1}, x: 2, x: 3}")
+    with pytest.raises(DocumentError, match="key 1 is given twice"):
+        parse("a: {1: 1, 0x1: 2}")
+    with pytest.raises(DocumentError, match="<< takes a mapping, or a list of them"):
+        parse("a: {<<: 5}")
+
+
+def test_what_contains_itself_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("train_batch_size: 2\nzero_optimization: &a\n  stage: *a")
+    with pytest.raises(
+        ConfigError, match=r"file a\.yaml: .*is nested too deeply to be a configuration, or contains itself"
+    ):
+        load(path)
+    section: dict[str, object] = {}
+    section["stage"] = section
+    with pytest.raises(ConfigError, match=r"dict: .*is nested too deeply to be a configuration, or contains itself"):
+        load({"train_batch_size": 2, "zero_optimization": section})
+
+
+@pytest.mark.parametrize("size", ["2", 2.5, True, [2]])
+def test_a_number_of_ranks_is_a_whole_number(size: Any) -> None:
+    with pytest.raises(ConfigError, match=r"world_size is .* \(argument of load\); allowed is a positive integer"):
+        load({"train_batch_size": 6}, world_size=size)

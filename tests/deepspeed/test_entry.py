@@ -59,12 +59,24 @@ def test_files_with_comments(tmp_path: Path) -> None:
         ("a.yaml", "", "is empty; a configuration is an object"),
         ("a.yaml", "- 1", "is a list; a configuration is an object"),
         ("a.yaml", "a: [", "is no YAML of"),
+        ("a.json", b"\xff\xfe{}", "is not UTF-8"),
+        ("a.yaml", b"a: \xe9", "is not UTF-8"),
+        ("a.json", "[" * 100_000, "is nested too deeply to be a configuration, or contains itself"),
+        ("a.yaml", "a: &a {b: *a}", "is nested too deeply to be a configuration, or contains itself"),
     ],
 )
-def test_unreadable_files(name: str, text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
+def test_unreadable_files(name: str, text: str | bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=said):
         start(str(tmp_path / name))
+
+
+def test_a_document_that_contains_itself() -> None:
+    section: dict[str, Any] = {}
+    section["stage"] = section
+    for read in (start, deepspeed.DeepSpeedConfig):
+        with pytest.raises(ConfigError, match="is nested too deeply to be a configuration, or contains itself"):
+            read({**DOCUMENT, "zero_optimization": section})
 
 
 def test_two_configurations() -> None:

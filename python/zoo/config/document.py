@@ -441,6 +441,7 @@ def _world_size(given: int | None) -> tuple[int, str]:
             raise ConfigError([f"WORLD_SIZE is {text!r}; allowed is a positive integer"], "environment") from None
     else:
         origin = "argument of load"
-    if given < 1:
-        raise ConfigError([f"world_size is {given} ({origin}); allowed is a positive integer"])
-    return given, origin
+    asked: Any = given
+    if isinstance(asked, bool) or not isinstance(asked, (int, float)) or asked < 1 or asked != int(asked):
+        raise ConfigError([f"world_size is {given!r} ({origin}); allowed is a positive integer"])
+    return int(given), origin

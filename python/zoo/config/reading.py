@@ -13,6 +13,9 @@ from zoo.config.errors import ConfigError
 __all__ = ["nest", "parse_value", "read_overrides", "read_source"]
 
 
+TOO_DEEP = "is nested too deeply to be a configuration, or contains itself"
+
+
 def read_source(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The document and what to call it: ``file ds_config.json`` or ``dict``.
 
@@ -22,7 +25,7 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
         FileNotFoundError: no such file.
     """
     if isinstance(source, Mapping):
-        _check_integers(source, "dict")
+        check_values(source, "dict")
         return dict(source), "dict"
     if not isinstance(source, str | Path):
         raise ConfigError([f"a configuration is a path or a mapping, not {source!r} ({type(source).__name__})"])
@@ -36,10 +39,10 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path} is not UTF-8 ({error}); convert it"], name) from None
     except RecursionError:
-        raise ConfigError([f"{path} is nested too deeply to be a configuration"], name) from None
+        raise ConfigError([f"{path} {TOO_DEEP}"], name) from None
     except (json.JSONDecodeError, DocumentError) as error:
         raise ConfigError([" ".join(str(error).split())], name) from None
-    _check_integers(value, name)
+    check_values(value, name)
     if not isinstance(value, dict):
         raise ConfigError([f"the document is {type(value).__name__}; allowed is an object of keys and values"], name)
     return value, name
@@ -129,6 +132,14 @@ def integer(text: str) -> int:
     the number is another one as large, which is refused with its path."""
     sign, digits = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
     return sign * int(digits[:20]) * 10 ** (len(digits) - 20) if len(digits) > 4000 else int(text)
+
+
+def check_values(value: Any, where: str) -> None:
+    """Raise ConfigError for a document that contains itself, and for a whole number that no float can hold."""
+    try:
+        _check_integers(value, where)
+    except RecursionError:
+        raise ConfigError([f"it {TOO_DEEP}"], where) from None
 
 
 def _check_integers(value: Any, where: str, path: str = "") -> None:

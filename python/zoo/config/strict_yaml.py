@@ -20,13 +20,39 @@ def parse(text: str) -> Any:
         raise DocumentError(str(error)) from None
 
 
+_MERGE = "tag:yaml.org,2002:merge"
+
+
 class StrictYaml(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+    """Looks for keys that are there twice before ``<<`` brings in those of other mappings, which may be given again."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        keys = [self._key(key) for key, _ in node.value if key.tag != _MERGE]
         for key in keys:
             if keys.count(key) > 1:
                 raise DocumentError(f"key {key!r} is given twice{node.start_mark}; remove one")
-        return super().construct_mapping(node, deep)
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Own keys win over merged ones, and earlier merges over later ones: of a mapping that has merged some itself
+        PyYAML 6.0.4 takes the merged value."""
+        own = [(key, value) for key, value in node.value if key.tag != _MERGE]
+        known, merged = [self._key(key) for key, _ in own], []
+        for merge in (value for key, value in node.value if key.tag == _MERGE):
+            for source in merge.value if isinstance(merge, yaml.SequenceNode) else [merge]:
+                if not isinstance(source, yaml.MappingNode):
+                    raise DocumentError(f"<< takes a mapping, or a list of them{source.start_mark}")
+                self.flatten_mapping(source)
+                for key, value in source.value:
+                    name = self._key(key)
+                    if name not in known:
+                        known.append(name)
+                        merged.append((key, value))
+        node.value = merged + own
+
+    def _key(self, node: yaml.Node) -> Any:
+        return self.construct_object(node, deep=True)
 
 
 def _integer(loader: StrictYaml, node: yaml.ScalarNode) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 from zoo.config import Config, ConfigError, root_keys
 from zoo.config.batch import BATCH_KEYS
+from zoo.config.reading import TOO_DEEP, check_values
 from zoo.deepspeed.adapters.configuration.plain_values import as_meant
 from zoo.deepspeed.adapters.utilities.logs import set_log_level_from_string
 
@@ -69,13 +70,21 @@ def read_document(config: Any) -> dict[str, Any]:
     if isinstance(config, Config):
         raise ConfigError("initialize() of deepspeed takes a dict or a path; zoo.engine.initialize takes a Config.")
     if isinstance(config, Mapping):
+        check_values(config, "dict")
         return {key: copy.deepcopy(value) for key, value in config.items()}
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"the configuration is a {type(config).__name__}; give a dict or the path of a file.")
     path = Path(config)
     if _is_file(path):
-        text = path.read_text(encoding="utf-8")
-        return _yaml(text, str(path)) if path.suffix in (".yaml", ".yml") else _json(text, str(path))
+        try:
+            text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+            found = _yaml(text, str(path)) if path.suffix in (".yaml", ".yml") else _json(text, str(path))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 ({error}); convert it.") from None
+        except RecursionError:
+            raise ConfigError(f"{path} {TOO_DEEP}.") from None
+        check_values(found, str(path))
+        return found
     try:
         text = base64.urlsafe_b64decode(str(config)).decode("utf-8")
     except (binascii.Error, UnicodeDecodeError, ValueError):
