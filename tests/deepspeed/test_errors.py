@@ -213,3 +213,14 @@ def test_a_schedule_that_raises_has_not_undone_the_count_of_samples(stage: int) 
         with pytest.raises(ZeroDivisionError) if step == 1 else contextlib.nullcontext():
             engine.step()
         assert (engine.global_steps, engine.global_samples) == (step + 1, 2 * (step + 1))
+
+
+def test_an_engine_is_no_model() -> None:
+    engine = start(1)
+    model = engine.module
+    with pytest.raises(ConfigError, match=r"got a DeepSpeedEngine, which has a model already: give its \.module"):
+        deepspeed.initialize(model=engine, config=config(1))
+    x = batches(0, 1)[0]
+    engine.backward(loss_of(engine, x))  # it is as it was
+    engine.step()
+    assert deepspeed.initialize(model=model, config=config(1))[0].module is model

@@ -248,7 +248,17 @@ def test_a_file_with_an_endless_number_names_its_place(tmp_path: Path, suffix: s
     assert load(path).train_batch_size == 10**15
 
 
+def in_ddp(module: nn.Module) -> nn.Module:
+    """As DistributedDataParallel has it, without a process group."""
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = module
+    return wrapped
+
+
 GIVEN: list[tuple[dict[str, Any], str]] = [
+    ({"model": in_ddp(nn.Linear(2, 2))}, r"that is a DistributedDataParallel, which reduces gradients too.*in it"),
+    ({"model": nn.Sequential(nn.Tanh(), in_ddp(nn.Linear(2, 2)))}, r"whose '1' is a DistributedDataParallel"),
     ({"model": 5}, r"initialize got model=5 \(int\); it takes the nn\.Module to train"),
     ({"model": None}, r"model=None"),
     ({"parts": 5}, r"parts=5 \(int\); it takes engine parts \(zoo\.parts\) by name"),
@@ -264,7 +274,7 @@ GIVEN: list[tuple[dict[str, Any], str]] = [
     ({"model_parameters": [{"params": 5}]}, r"group 0 of params= has params=5 \(int\)"),
     ({"lr_scheduler": lambda optimizer: None}, r"lr_scheduler.* made a NoneType of the optimizer; .* has step\(\)"),
     ({"lr_scheduler": lambda optimizer: [1]}, r"lr_scheduler.* made a list of the optimizer"),
-    ({"model": torch.jit.script(nn.Linear(2, 2))}, r"that is a ScriptModule.*the module that it was made of"),
+    ({"model": torch.jit.script(nn.Linear(2, 2))}, r"that is a ScriptModule.*module that it was made of"),
     ({"model": nn.Sequential(torch.jit.script(nn.Linear(2, 2)))}, r"whose '0' is a ScriptModule"),
     ({"monitors": "no"}, r"monitors='no' \(str\); it takes True or False"),
     ({"dist_init_required": "no"}, r"dist_init_required='no'"),

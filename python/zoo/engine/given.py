@@ -28,7 +28,7 @@ def check_given(
 ) -> None:  # fmt: skip
     """Raise ValueError for an argument that cannot be what it should be, by its name."""
     _is("model", model, nn.Module, "the nn.Module to train, on its device")
-    _check_scripted(model)
+    _check_wrapped(model)
     _is("registry", registry, Registry, "a zoo.registry.Registry")
     _is("monitors", monitors, bool, "True or False")
     if required is not None:
@@ -43,14 +43,19 @@ def check_given(
         raise _wrong("loader", loader, "further arguments of zoo.engine.ShardedLoader by name")
 
 
-def _check_scripted(model: nn.Module) -> None:
-    """Compiled modules of TorchScript have parameters that no Python code can watch."""
+def _check_wrapped(model: nn.Module) -> None:
+    """Raise ValueError for what does an engine's work already, and for what no Python code can watch."""
     for path, module in model.named_modules():
+        where = f"initialize got a model {f'whose {path!r} is' if path else 'that is'}"
         if isinstance(module, torch.jit.ScriptModule):
-            where = f"whose {path!r} is" if path else "that is"
             raise ValueError(
-                f"initialize got a model {where} a ScriptModule of TorchScript: what is done with its parameters "
-                "cannot be seen. Give initialize the module that it was made of."
+                f"{where} a ScriptModule of TorchScript: what is done with its parameters cannot be seen. Give "
+                "initialize the module that it was made of."
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{where} a DistributedDataParallel, which reduces gradients too. Give initialize the module in it "
+                "(.module)."
             )
 
 

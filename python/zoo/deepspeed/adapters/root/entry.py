@@ -203,6 +203,11 @@ def _checked(model: Any, optimizer: Any, parameters: Any, mpu: Any, mesh_param: 
         raise ConfigError("initialize() got no model; give it model=, an nn.Module.")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize(model=...) got a {type(model).__name__}; give it an nn.Module, an instance.")
+    if isinstance(model, DeepSpeedEngine):
+        raise ConfigError(
+            f"initialize(model=...) got a {type(model).__name__}, which has a model already: give its .module, whose "
+            "engine then ends."
+        )
     if parameters is not None and not isinstance(parameters, Iterable):
         raise ConfigError(
             f"initialize(model_parameters={parameters!r}): a {type(parameters).__name__}; give parameters, pairs of a "
