@@ -400,3 +400,33 @@ def test_frozen_parameters_and_buffers_may_differ() -> None:
         assert float(model[2].bias[0]) == rank
 
     sim.run(WORLD, job)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("name", "value", "other"), [("exclude_frozen_parameters", True, False), ("asynchronous", False, True)]
+)
+def test_ranks_that_ask_for_different_saves_are_told(
+    stage: int, name: str, value: Any, other: Any, tmp_path: Path
+) -> None:
+    """A frozen parameter of which some rank has left out its part, or ranks that wait for others that do not come."""
+
+    def job(rank: int) -> None:
+        model = net()
+        model[0].requires_grad_(False)  # type: ignore[index]
+        document = {
+            "train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }  # fmt: skip
+        engine = initialize(document, model)[0]
+        backward(engine, rank, 0)
+        engine.step()
+        asked = {name: value if rank == 1 else other}
+        with pytest.raises(ValueError, match=rf"{name}={other} on rank 0 and {name}={value} on rank 1: all ranks save"):
+            engine.save_checkpoint(tmp_path, **asked)
+        path = engine.save_checkpoint(tmp_path, **{name: other})
+        engine.wait_for_checkpoint()
+        engine.load_checkpoint(tmp_path)
+        assert Path(path).is_dir()
+
+    sim.run(WORLD, job)

@@ -30,6 +30,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zoo.engine")
 
 
+def _check_asked(asked: list[dict[str, bool]]) -> None:
+    """Raise CheckpointError, on all ranks, where they ask for different saves: parts of a parameter would be missing,
+    or some would wait for others."""
+    for name, first in asked[0].items():
+        others = [str(rank) for rank, there in enumerate(asked) if there[name] != first]
+        if others:
+            raise checkpointing.CheckpointError(
+                f"save_checkpoint() got {name}={first} on rank 0 and {name}={not first} on rank"
+                f"{'s' * (len(others) > 1)} {', '.join(others)}: all ranks save alike, give one value on all of them.",
+                everywhere=True,
+            )
+
+
 class Checkpoints:
     """Saves and loads a model and its training.
 
@@ -145,12 +158,19 @@ class Checkpoints:
         meta: dict[str, Any] = {}
         clients: list[ClientState] = []
 
-        def tell() -> bytes:
+        asked = {
+            "exclude_frozen_parameters": bool(exclude_frozen_parameters),
+            "asynchronous": self._is_asynchronous(asynchronous),
+        }
+
+        def tell() -> tuple[bytes, dict[str, bool]]:
             clients.append(ClientState(client_state))
             self._tell(meta, directory, tag)
-            return clients[0].digest
+            return clients[0].digest, asked
 
-        digests = checkpointing.together(everyone, what, tell)
+        told = checkpointing.together(everyone, what, tell)
+        _check_asked([there for _, there in told])
+        digests = [digest for digest, _ in told]
         meta.update(client=clients[0].value, **other_ranks(digests))
         meta["model"] = checkpointing.alike(everyone, what, lambda: model_meta(module, sharded))
         own = clients[0].of_rank() if digests[everyone.rank] != digests[0] else {}
@@ -194,8 +214,11 @@ class Checkpoints:
             write_script(root, disk=disk)
             self._script_in = root
 
+    def _is_asynchronous(self, asked: bool | None) -> bool:
+        return bool(getattr(self._section, "asynchronous", True) if asked is None else asked)
+
     def _in_background(self, asked: bool | None, slices: Iterable[checkpointing.StateSlice]) -> bool:
-        wanted = getattr(self._section, "asynchronous", True) if asked is None else asked
+        wanted = self._is_asynchronous(asked)
         if not wanted or self._sharded.config.offload_param.device != "nvme":
             return wanted
         # Packed parameters are unpacked to be written, which needs the memory that they are kept out of.
