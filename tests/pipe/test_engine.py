@@ -412,3 +412,32 @@ def test_a_loader_in_the_place_of_an_iterator_does_not_begin_anew_in_each_step(p
 
     sim.run(pipe, fn, seed=0)
     assert len(set(found)) == 2
+
+
+class Both:
+    """A loader that is its own iterator, and begins anew when it is asked for one, as DeepSpeed's are."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.rest = batches, iter(batches)
+
+    def __iter__(self) -> Any:
+        self.rest = iter(self.batches)
+        return self.rest
+
+    def __next__(self) -> Any:
+        return next(self.rest)
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_an_iterator_goes_on_where_it_is_though_it_can_begin_anew(pipe: int) -> None:
+    case = Case(pipe=pipe, num_micro=2)
+
+    def fn(rank: int) -> None:
+        engine, twin = engine_of(case), engine_of(case)
+        loader = Both([one for step in range(3) for one in batches(case, engine, step)])
+        for step in range(3):
+            assert float(engine.train_batch(loader)) == float(twin.train_batch(batches(case, twin, step)))
+        for one in (engine, twin):
+            one.destroy()
+
+    sim.run(pipe, fn, seed=0)

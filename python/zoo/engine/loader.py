@@ -214,7 +214,7 @@ class RepeatingLoader:
             except StopIteration:
                 self._iterator = None
         kind = type(self.loader).__name__
-        if hasattr(self.loader, "__next__"):
+        if hasattr(self.loader, "__next__") and iter(self.loader) is self.loader:
             raise StopIteration(f"a {kind} is an iterator, which cannot begin anew when it has ended: give the loader")
         raise StopIteration(f"the loader, a {kind}, has no batches")
 

@@ -256,7 +256,9 @@ class GivenBatches:
             return None
         if found is None and not self._needed:
             return _NO_BATCHES
-        if whole_step and hasattr(found, "__iter__") and not hasattr(found, "__next__"):
+        if hasattr(found, "__next__"):
+            return found  # iter() of a loader that is its own iterator would begin anew
+        if whole_step and hasattr(found, "__iter__"):
             number = len(found) if hasattr(found, "__len__") else None
             if number != whole_step:
                 return _Wrong(found, _begins_anew(found, number, whole_step))
