@@ -16,7 +16,7 @@ import torch
 
 from zoo.comm import Handle, advance
 from zoo.layout import FlatLayout
-from zoo.shard.guard import assign_data, raw_data
+from zoo.shard.guard import accumulators, assign_data, raw_data
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.offload.tiers import OffloadError
 from zoo.shard.roles import ORIGINAL, PARAMETER, RoleBuffer
@@ -49,6 +49,7 @@ class BucketParameters:
         shard: this rank's parameters where they are partitioned, wherever and however it keeps them; a view of ``full``
             elsewhere.
         secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
+        saved: where backward asked for the latest time, what was whole could still be read (:meth:`is_saved`).
         samples: of their values, for writes that nothing counts; None where they are not watched.
     """
 
@@ -56,6 +57,7 @@ class BucketParameters:
         self.bucket = bucket
         self._route = bucket.routes.gather
         self.presence = _SHOWN
+        self.saved = False
         self.secondary: torch.Tensor | None = None
         self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
         self._handle: Handle | None = None
@@ -290,6 +292,19 @@ class BucketParameters:
     def shared_by(self) -> int:
         """How many tensors and storages of Python there are with the memory of ``full``."""
         return int(torch._C._storage_Use_Count(self._storage._cdata)) + sys.getrefcount(self._storage)
+
+    def is_saved(self) -> bool:
+        """Whether there are tensors of the memory of ``full`` besides the runtime's and the model's, or autograd has
+        saved one of the model's: then somebody may read it. ``saved`` is the answer."""
+        parameters = self.bucket.spec.parameters
+        count = int(torch._C._storage_Use_Count(self._storage._cdata)) - len(self._aliases)
+        self.saved = count > len(parameters) + 2
+        if not self.saved:
+            nodes = accumulators(parameters)  # each has its parameter, and so has Python
+            with torch._C.DisableTorchFunctionSubclass():
+                self.saved = any(p._use_count() > 1 + p.requires_grad for p in parameters)
+            del nodes
+        return self.saved
 
     def publish(self) -> Handle:
         """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""

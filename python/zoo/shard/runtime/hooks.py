@@ -378,7 +378,9 @@ class Runtime:
 
     def _take_external(self, bucket: Bucket, slot: int) -> bool:
         """A parameter was touched while no unit that has it runs: the running one takes it from now on."""
-        if not self._running or _graph_task() != -1:
+        if _graph_task() != -1:
+            return self.backward.under_way and self.backward.walk.take_back(bucket)
+        if not self._running:
             return False
         unit = self._running[-1]
         # Each running call of the unit gives it back when it ends.

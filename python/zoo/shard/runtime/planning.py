@@ -219,11 +219,20 @@ class _PlannedBucket:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self.index, self.spec, self.num_bytes = bucket.index, bucket.spec, bucket.num_bytes
+        self.index, self.spec, self.num_bytes, self.memory = bucket.index, bucket.spec, bucket.num_bytes, bucket.memory
         self.leases, self.active, self.context_serial = 0, 0, -1
         self.parameters = self
         self.presence = Presence.SHARDED
         self.secondary: bool | None = None
+
+    @property
+    def live(self) -> bool:
+        """As of a bucket's parameters."""
+        return self.presence is not Presence.SHARDED
+
+    def is_saved(self) -> bool:
+        """As of a bucket's parameters: as it was in the latest backward."""
+        return self.bucket.parameters.saved
 
     def drop_secondary(self) -> None:
         """As of a bucket's parameters."""

@@ -47,6 +47,8 @@ class Walk:
         self._drives = False
         self._order: list[Bucket] = []  # that the calls of a context need, the latest first
         self._starts: list[int] = []  # by call, where in it that of the calls before it begins
+        self._last = -1  # the call that is the last one in backward to need partitioned buckets
+        self._unread: set[Bucket] = set()  # released while autograd adds to their gradients
         self.used: set[Bucket] = set()
         """By the context that a schedule drives."""
 
@@ -57,6 +59,7 @@ class Walk:
         self.visited.clear()
         self.awaited.clear()
         self._done.clear()
+        self._unread.clear()
         self._newly_done = True
 
     def drive(self, context: Context, part: Part, *, launches: bool) -> None:
@@ -72,6 +75,8 @@ class Walk:
     def _turn_to(self, context: Context) -> None:
         context.cursor = len(context.calls)
         self.at = context
+        if self._partitioned:
+            self._last = next((i for i, unit in enumerate(context.calls) if unit.partitioned), -1)
         if self._residency.prefetches:
             self._order, self._starts = [], [0] * len(context.calls)
             for index in range(len(context.calls) - 1, -1, -1):
@@ -109,6 +114,7 @@ class Walk:
             if context.cursor > 0 and not self._divergent:
                 self.to(context, 0)
             self._finish(context, 0)
+            self._unread.clear()
             context.phase = Phase.WALKED
         self.at = None
 
@@ -138,6 +144,8 @@ class Walk:
                 self.open(unit)
                 if self._residency.prefetches:
                     self._residency.prefetch(self._order, self._starts[cursor])
+                if cursor == self._last:
+                    self._release_unread(context, unit)
             elif self.accumulates:
                 for gradients in unit.gradients:
                     if gradients.phase is not _ACCUMULATING:  # most often it is: a call less
@@ -154,6 +162,30 @@ class Walk:
         if self.accumulates:
             for gradients in unit.gradients:
                 gradients.expect()
+
+    def _release_unread(self, context: Context, unit: Unit) -> None:
+        """The backward of ``unit`` is next, the last one that needs something gathered: large buckets of units around
+        it go now where nobody reads them any more.
+
+        An embedding that is also the head is such: its backward reads no values, and needs memory for three tensors of
+        that size (two gradients and their sum). Small buffers go to a pool, where nobody would take them now.
+        """
+        if self._drives or not self.accumulates:
+            return
+        for _, bucket in context.uses[: context.left]:
+            # Another forward that waits would gather it again, and on each rank or on none.
+            if not bucket.partitioned or bucket.leases > 1 or bucket.memory.pools(bucket.num_bytes):
+                continue
+            if bucket not in unit.partitioned and bucket.parameters.live and not bucket.parameters.is_saved():
+                self._unread.add(bucket)
+                self._residency.rest(bucket, backward=False)
+
+    def take_back(self, bucket: Bucket) -> bool:
+        """Gather ``bucket`` if it was released early, but is read (by a hook, or to recompute); whether it was released
+        so. Collective."""
+        if bucket in self._unread:
+            self._executor.wait(bucket)
+        return bucket in self._unread
 
     def _finish(self, context: Context, first: int) -> None:
         """The calls from ``first`` on are done, and with them the buckets that they used first."""
