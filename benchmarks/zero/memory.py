@@ -8,20 +8,28 @@
     python -m benchmarks.zero.memory --write-results       # also write MEMORY.md
 
 30 layers of 576 (9 heads, 3 of keys and values), a tied head over 49,152 words, fp32, torch's fused AdamW, one sequence
-of 128 a rank. The figure is the largest sum of PSS (proportional set size: shared pages count in equal parts) over both
-ranks, sampled every 10 ms from construction to the end of the third step: with ``MALLOC_MMAP_THRESHOLD_=65536``, so
-that what malloc keeps for itself does not count, and without. Pages of libraries count in equal parts too: nothing else
-that has torch loaded may run meanwhile.
+of 128 a rank.
+
+*peak*: the largest sum of PSS (proportional set size: shared pages count in equal parts) over both ranks, sampled every
+10 ms from their start to the end of the third step, with ``MALLOC_MMAP_THRESHOLD_=65536``, so that what malloc keeps
+for itself does not count; and *malloc's too* without. *no files*: the same without pages of files, of which there are
+fewer where something else that has torch loaded runs meanwhile. What follows is of one rank, and counts from what the
+process has when it has trained a tiny model. *its states*: anonymous memory after the third ``step()``, where gradients
+still are; *forecast*: ``optimizer.forecast().total_bytes``.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +43,20 @@ SMOLLM2 = {
     "num_attention_heads": 9, "num_key_value_heads": 3,
 }  # fmt: skip
 TINY = {**SMOLLM2, "vocab_size": 512, "hidden_size": 36, "intermediate_size": 64, "num_hidden_layers": 2}
+KINDS = "Pss_File:", "Pss_Anon:", "Pss_Shmem:"
 RESULTS = Path(__file__).with_name("MEMORY.md")
 
 
 # The rank -------------------------------------------------------------------------------------------------------------
 
 
-def pss_bytes(pid: int | str = "self") -> int:
-    """PSS of a process; 0 once it is gone."""
+def memory_of(pid: int | str = "self") -> Counter[str]:
+    """Bytes of a process by kind of PSS: "file", "anon", and "shmem", which ranks share; none once it is gone."""
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
+        lines = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
     except (OSError, ProcessLookupError):
-        pass
-    return 0
+        return Counter()
+    return Counter({line[0][4:-1].lower(): int(line[1]) * 1024 for line in lines if line[0] in KINDS})
 
 
 def llama(shape: dict[str, int]) -> Any:
@@ -86,6 +93,19 @@ def wrapped(contender: str, model: Any) -> tuple[Any, Any]:
     return model, ZeroOptimizer(model, stage=int(contender[3]), optimizer=torch.optim.AdamW, **adamw, **options)
 
 
+def train(called: Any, optimizer: Any, tokens: Any, point: Callable[[str], None]) -> None:
+    """One step."""
+    loss = called(input_ids=tokens, labels=tokens).loss
+    point("forward")
+    loss.backward()
+    del loss
+    point("backward")
+    optimizer.step()
+    point("step")
+    optimizer.zero_grad()
+    point("end")
+
+
 def work(contender: str, shape: dict[str, int]) -> None:
     """One rank: prints what there is at each point as a line of JSON."""
     import torch
@@ -93,30 +113,28 @@ def work(contender: str, shape: dict[str, int]) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    begun = time.process_time()
+    drawn = torch.Generator().manual_seed(dist.get_rank())
+    # Whatever is imported and kept once is there before the model.
+    called, optimizer = wrapped(contender, llama(TINY))
+    train(called, optimizer, torch.randint(TINY["vocab_size"], (1, LENGTH), generator=drawn), lambda name: None)
+    if hasattr(optimizer, "close"):
+        optimizer.close()
+    del called, optimizer
+    gc.collect()
+    begun, before = time.process_time(), memory_of()
 
-    def point(name: str, optimizer: Any = None) -> None:
-        found = {"point": name, "pss": pss_bytes(), "cpu_s": time.process_time() - begun}
-        if hasattr(optimizer, "memory"):
-            found |= {key: value for key, value in optimizer.memory().items() if value}
+    def point(name: str, step: int = 0) -> None:
+        found: dict[str, Any] = {"point": f"{name} {step}", "cpu_s": time.process_time() - begun}
+        found |= {kind: size - before[kind] * (kind == "anon") for kind, size in memory_of().items()}
+        if hasattr(optimizer, "forecast"):
+            found["forecast"] = optimizer.forecast().total_bytes
         print(json.dumps(found), flush=True)
 
-    model = llama(shape)
-    point("model")
-    called, optimizer = wrapped(contender, model)
-    del model
-    point("constructed", optimizer)
-    drawn = torch.Generator().manual_seed(dist.get_rank())
+    called, optimizer = wrapped(contender, llama(shape))
+    point("constructed")
     tokens = torch.randint(shape["vocab_size"], (1, LENGTH), generator=drawn)
     for step in range(STEPS):
-        loss = called(input_ids=tokens, labels=tokens).loss
-        point(f"forward {step}", optimizer)
-        loss.backward()
-        del loss
-        point(f"backward {step}", optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        point(f"step {step}", optimizer)
+        train(called, optimizer, tokens, partial(point, step=step))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -124,8 +142,8 @@ def work(contender: str, shape: dict[str, int]) -> None:
 # All ranks ------------------------------------------------------------------------------------------------------------
 
 
-def run(contender: str, *, mapped: bool, quick: bool) -> tuple[int, list[list[dict[str, Any]]]]:
-    """The largest sum of PSS, and the points of each rank."""
+def run(contender: str, *, mapped: bool, quick: bool) -> tuple[list[int], list[list[dict[str, Any]]]]:
+    """The largest sums of PSS, and of what of it is no page of a file, over the ranks; the points of each."""
     more = {"MALLOC_MMAP_THRESHOLD_": "65536"} if mapped else {}
     ranks = [
         subprocess.Popen(
@@ -134,9 +152,10 @@ def run(contender: str, *, mapped: bool, quick: bool) -> tuple[int, list[list[di
         )
         for rank in range(RANKS)
     ]  # fmt: skip
-    most = 0
+    most = [0, 0]
     while any(rank.poll() is None for rank in ranks):
-        most = max(most, sum(pss_bytes(rank.pid) for rank in ranks))
+        now = sum((memory_of(rank.pid) for rank in ranks), Counter[str]())
+        most = [max(most[0], now.total()), max(most[1], now.total() - now["file"])]
         time.sleep(0.01)
     if any(rank.returncode for rank in ranks):
         raise SystemExit(f"{contender}: a rank ended with {[rank.returncode for rank in ranks]}.")
@@ -147,7 +166,10 @@ def page(text: str) -> str:
     """MEMORY.md with this table."""
     first, _, rest = (__doc__ or "").partition("::")
     told = rest.rpartition("MEMORY.md\n")[2].strip()
-    lines = facts(machine(("torch", "transformers")))
+    import torch  # not before: each process that has it makes the others' share of its pages smaller
+
+    isa = torch.backends.cpu.get_cpu_capability()
+    lines = facts({**machine(("torch", "transformers")), "instruction set": isa})
     return (
         f"# Memory of a model of real size\n\nWritten by `python -m benchmarks.zero.memory`. {first.strip()}\n\n"
         f"{lines}\n\n{told}\n\n{text}\n\n{remarks(RESULTS)}"
@@ -173,16 +195,22 @@ def main() -> None:
         mapped, points = run(contender, mapped=True, quick=args.quick)
         kept, _ = run(contender, mapped=False, quick=args.quick)
         mine = {p["point"]: p for p in points[0]}
+        sizes = [
+            *mapped,
+            *kept,
+            *(mine[at]["anon"] + mine[at]["shmem"] for at in ("constructed 0", "end 0", "forward 1")),
+        ]
         last = mine[f"step {STEPS - 1}"]
-        sizes = [mapped, kept, *(mine[name]["pss"] for name in ("constructed", "step 0", "forward 1"))]
-        cpu_s = (last["cpu_s"] - mine["step 0"]["cpu_s"]) / (STEPS - 1)
-        rows.append([contender, *(f"{size / 1e9:.2f}" for size in sizes), f"{cpu_s:.2f}"])
+        cpu_s = (mine[f"end {STEPS - 1}"]["cpu_s"] - mine["end 0"]["cpu_s"]) / (STEPS - 1)
+        states = [last["anon"], last["forecast"]] if "forecast" in last else [last["anon"]]
+        told = [f"{size / 1e9:.3f}" for size in states] + ["-"] * (2 - len(states))
+        rows.append([contender, *(f"{size / 1e9:.2f}" for size in sizes), *told, f"{cpu_s:.2f}"])
         if args.points:
             for p in points[0]:
                 print(contender, {k: round(v / 1e6, 1) if k not in ("point", "cpu_s") else v for k, v in p.items()})
     text = table(
-        ["GB", "peak of both ranks", "with what malloc keeps", "a rank: constructed", "after step 1",
-         "before backward 2", "CPU s a step"], rows,
+        ["GB", "peak", "no files", "malloc's too", "no files", "a rank: constructed", "after step 1",
+         "before backward 2", "its states", "forecast", "CPU s a step"], rows,
     )  # fmt: skip
     print(text)
     if args.write_results:
