@@ -111,8 +111,10 @@ def test_plans_with_another_attention_are_proved_apart() -> None:
         config._attn_implementation = attention
         found.append(prove(class_of("falcon-heads"), config, plan, 2))
     assert found[0] is not found[1]
-    config._attn_implementation = "flash_attention_2"  # which needs a device
-    prove(class_of("falcon-heads"), config, plan, 2)
+    for name in ("falcon-heads", "gpt_neo"):
+        config = config_of(name)
+        config._attn_implementation = "flash_attention_2"  # which needs a device
+        prove(class_of(name), config, plan_of(model_of(name)), 2)
 
 
 @pytest.mark.parametrize(

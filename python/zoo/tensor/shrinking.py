@@ -144,7 +144,7 @@ def _other(config: Any, vocab: int) -> None:
     if getattr(config, "reorder_and_upcast_attn", False):
         config.reorder_and_upcast_attn = False
     if getattr(config, "_attn_implementation", None) not in (None, "eager", "sdpa"):
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = None  # what the class takes by itself; others need a device
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"
 
