@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zoo.shard.buckets import Bucket
 
 
-class Phase(enum.Enum):
+class GradientPhase(enum.Enum):
     """What may happen to a flat gradient now."""
 
     IDLE = "idle"
@@ -33,7 +33,7 @@ class Phase(enum.Enum):
     LAUNCHED = "launched"
 
 
-_IDLE, _ACCUMULATING, _LAUNCHED = Phase
+_IDLE, _ACCUMULATING, _LAUNCHED = GradientPhase
 
 
 class BucketGradients:
@@ -454,14 +454,15 @@ class BucketGradients:
 
     def _check_assigned(self, slot: int, value: Any) -> None:
         """Raise ValueError for what no gradient of this parameter can be: it would be broadcast, or rounded."""
-        wanted = tuple(self.bucket.layout.tensors[slot].shape), self.dtype, self.bucket.device
+        spec, shape = self.bucket.spec, tuple(self.bucket.layout.tensors[slot].shape)
         given = (tuple(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else None
-        if given == wanted:
+        if given in ((shape, self.dtype, self.bucket.device), (shape, spec.dtype, self.bucket.device)):
             return
         what = f"a {type(value).__name__}" if given is None else f"a tensor of {given[0]}, {given[1]}, on {given[2]}"
+        dtypes = " or ".join(dict.fromkeys(map(str, (self.dtype, spec.dtype))))
         raise ValueError(
-            f"the gradient of {self.bucket.called(slot)!r} was given {what}; it takes one of {wanted[0]}, {wanted[1]}, "
-            f"on {wanted[2]}, or None."
+            f"the gradient of {self.bucket.called(slot)!r} was given {what}; it takes one of {shape}, {dtypes}, on "
+            f"{self.bucket.device}, or None."
         )
 
     def assign(self, slot: int, value: torch.Tensor | None) -> None:
@@ -489,7 +490,7 @@ class BucketGradients:
             if whole is not None and not isinstance(whole, PartitionedGradient):
                 whole.copy_(value)
                 return
-        if self._split or self.reduced:
+        if self.reduced or (self._split and self.phase is not _ACCUMULATING):  # while it adds up it is whole
             raise PartitionedAccessError(
                 f"the gradient of {bucket.called(slot)!r} is partitioned; it cannot be assigned. Use "
                 "zoo.zero.safe_set_full_grad, between backward and step."

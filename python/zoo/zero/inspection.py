@@ -11,7 +11,7 @@ from torch import nn
 
 from zoo.comm import Communicator
 from zoo.shard.config import ZeroConfig
-from zoo.shard.gradients import Phase
+from zoo.shard.gradients import GradientPhase
 from zoo.zero.update.torch_interface import OuterOptimizer
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class Inspection(OuterOptimizer):
     _gradients: list[BucketGradients]
     _feedback: list[Feedback]
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ValueError after :meth:`~zoo.zero.ZeroOptimizer.close`."""
         if self.sharded.closed:
             raise ValueError("this optimizer was closed: the model is an ordinary one again. Construct a new one.")
 
@@ -129,7 +130,7 @@ class Inspection(OuterOptimizer):
     @property
     def holds_gradients(self) -> bool:
         """There are gradients since ``zero_grad``, on this rank, reduced or not."""
-        return any(g.reduced or g.phase is not Phase.IDLE for g in self._gradients)
+        return any(g.reduced or g.phase is not GradientPhase.IDLE for g in self._gradients)
 
     def _has_gradients(self) -> bool:
         """There is something to step with; what was dropped one by one counts as zero then."""
@@ -150,7 +151,7 @@ class Inspection(OuterOptimizer):
             self._settle()
 
     def _settle(self) -> None:
-        if self.runtime.unreduced and not any(g.phase is Phase.ACCUMULATING for g in self._gradients):
+        if self.runtime.unreduced and not any(g.phase is GradientPhase.ACCUMULATING for g in self._gradients):
             self.runtime.unreduced = False  # the model's zero_grad() dropped it all
         self.sharded.reduce()
 
@@ -173,6 +174,8 @@ class Inspection(OuterOptimizer):
             ValueError: arguments out of range, or updates that are made in backward.
             NonFiniteGradientsError: see there; a RuntimeError, as torch's.
         """
+        if not max_norm >= 0:
+            raise ValueError(f"clip_grad_norm_(max_norm={max_norm}); it must be a norm >= 0.")
         if not self._can_measure("clip_grad_norm_"):
             return 0.0
         return self.clipping.clip(max_norm, norm_type, error_if_nonfinite)
@@ -187,7 +190,7 @@ class Inspection(OuterOptimizer):
 
     def _can_measure(self, what: str) -> bool:
         """Whether there are gradients; what was accumulated is reduced first."""
-        self._check_open()
+        self.check_open()
         if self._in_backward is not None:
             raise ValueError(f"{what}() with update_in_backward=True: backward has used the gradients already.")
         self.read_outcome()

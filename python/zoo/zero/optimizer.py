@@ -265,7 +265,7 @@ class ZeroOptimizer(SavedState):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss * loss_scale``, of which ``backward()`` may be called."""
-        self._check_open()
+        self.check_open()
         if self._scaler is None:
             return loss
         scaled = loss * self.loss_scale
@@ -323,7 +323,7 @@ class ZeroOptimizer(SavedState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_open()
+        self.check_open()
         if torch._C._current_graph_task_id() != -1 and self.runtime.backward.under_way:
             raise RuntimeError("step() inside of a backward: its gradients are not complete. Call it afterwards.")
         self.read_outcome()
@@ -449,7 +449,7 @@ class ZeroOptimizer(SavedState):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. ``set_to_none`` makes no difference: the flat buffers are zeroed when next used."""
-        self._check_open()
+        self.check_open()
         if self._in_backward is not None:
             self._in_backward.check_dropped()
         self.runtime.drop_gradients()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import math
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from zoo import sim
 from zoo.shard.runtime.residency import ResidencyPolicy
 from zoo.zero import (
     GatheredParameters,
+    Precision,
     ZeroOptimizer,
     get_full_optimizer_states,
     safe_get_full_optimizer_state,
@@ -35,6 +40,64 @@ def test_a_gradient_that_is_assigned_has_the_shape_and_the_dtype_of_its_own(stag
             Blocks().double().first.weight.grad = wrong
         one_step(model, optimizer, rank)
         check(optimizer, twin(2))
+
+    sim.run(2, fn)
+
+
+def test_a_gradient_that_is_assigned_has_the_dtype_of_gradients_or_of_parameters() -> None:
+    def fn(rank: int) -> None:
+        model = Blocks()
+        precision = Precision(param=torch.bfloat16, accumulate=torch.float32)
+        ZeroOptimizer(model, stage=1, optimizer=torch.optim.SGD, lr=RATE, precision=precision)
+        for dtype in (torch.float32, torch.bfloat16):
+            model.first.weight.grad = torch.full((6, 4), 1.5, dtype=dtype)
+            found = model.first.weight.grad
+            assert found is not None
+            assert found.dtype is torch.float32
+            assert bool((found == 1.5).all())
+        with pytest.raises(ValueError, match=r"it takes one of \(6, 4\), torch.float32 or torch.bfloat16"):
+            model.first.weight.grad = torch.ones(6, 4, dtype=torch.float16)
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_gradient_that_a_hook_replaces_while_it_arrives(stage: int, waits: bool) -> None:
+    """It is whole then at every stage, whatever becomes of it afterwards."""
+
+    def clamps(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(clamps)
+        with optimizer.no_sync() if waits else contextlib.nullcontext():
+            optimizer.backward(model(data(rank)).square().mean())
+        optimizer.step()
+        check(optimizer, expected)
+
+    plain = Blocks().double()
+    sums = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+    for rank in range(2):
+        plain.zero_grad()
+        plain(data(rank)).square().mean().backward()
+        for name, p in plain.named_parameters():
+            assert p.grad is not None
+            sums[name] += p.grad.clamp(-0.01, 0.01) / 2
+    expected = {name: p.detach() - RATE * sums[name] for name, p in plain.named_parameters()}
+    sim.run(2, fn)
+
+
+def test_a_norm_that_is_none_is_refused_without_gradients_too() -> None:
+    def fn(rank: int) -> None:
+        _, optimizer = build(2)
+        for wrong in (math.nan, -1.0):
+            with pytest.raises(ValueError, match="must be a norm >= 0"):
+                optimizer.clip_grad_norm_(wrong)
+        assert optimizer.clip_grad_norm_(1.0) == 0.0
 
     sim.run(2, fn)
 
@@ -232,6 +295,34 @@ def test_an_instance_is_taken_over_again_after_close(stage: int, watched: bool) 
         check(optimizer, twin(2, 2))
         assert len(instance._optimizer_step_post_hooks) == 1
         optimizer.close()
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_states_that_are_kept_keep_neither_model_nor_optimizer(stage: int) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        one_step(model, optimizer, rank)
+        state, alive = optimizer.state_dict(), weakref.ref(optimizer)
+        del model, optimizer
+        gc.collect()
+        assert alive() is None
+        assert state["slices"]
+        with pytest.raises(ValueError, match="the optimizer is gone since"):
+            state["state"]
+
+    sim.run(1, fn)
+
+
+def test_states_after_close() -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(1, momentum=0.9)
+        one_step(model, optimizer, rank)
+        assert list(optimizer.state[model.first.weight]) == ["momentum_buffer"]
+        optimizer.close()
+        with pytest.raises(ValueError, match="this optimizer was closed"):
+            optimizer.state[model.first.weight]
 
     sim.run(2, fn)
 

@@ -16,7 +16,8 @@ zeros where nothing arrived; one for other tensors (``autograd.grad``, ``backwar
 everything else as it was.
 
 A schedule (``window.py``) says all that itself: between :meth:`Backward.drive` and :meth:`Backward.arrive` there is one
-context, nothing to vote on, and its :class:`Part` and not the graph says what is accumulated. The hooks only walk.
+context, nothing to vote on, and its :class:`BackwardPart` and not the graph says what is accumulated. The hooks only
+walk.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ import torch
 
 from zoo.comm import Communicator, Recovery
 from zoo.shard.buckets import Bucket
-from zoo.shard.gradients import Phase as GradientPhase
-from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Part, Phase, Unit
+from zoo.shard.gradients import GradientPhase
+from zoo.shard.runtime.contexts import FAILED, BackwardPart, Context, Contexts, Phase, Unit
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.graph_tasks import GraphTasks, follow
 from zoo.shard.runtime.reductions import Reductions
@@ -90,7 +91,7 @@ class Backward:
         self._alive: Callable[[], Any] = _nothing
         self._syncs = self._accumulates = self._votes = self._retains = False
         self._driven: Context | None = None
-        self._part = Part.WHOLE
+        self._part = BackwardPart.WHOLE
         self.num_begun = 0
         self.refused = 0
         """Backwards of losses without a graph since gradients were dropped; the other ranks went through theirs."""
@@ -207,7 +208,7 @@ class Backward:
 
     # Driven ----------------------------------------------------------------------------------------------------------
 
-    def drive(self, context: Context, part: Part, *, syncs: bool) -> None:
+    def drive(self, context: Context, part: BackwardPart, *, syncs: bool) -> None:
         """A backward begins that goes through ``context`` and nothing else, until :meth:`arrive` or :meth:`abandon`.
 
         Args:
@@ -219,13 +220,13 @@ class Backward:
         if self._factor != 1.0:
             self._arrive_with(1.0)
         self._driven, self._part = context, part
-        self._accumulates, self._syncs, self._votes = part is not Part.INPUTS, syncs, False
+        self._accumulates, self._syncs, self._votes = part is not BackwardPart.INPUTS, syncs, False
         self._task_over = True
         launches = self._overlap and syncs and self._graph_kept_in != self._contexts.updates
         self.walk.drive(context, part, launches=launches)
         self.running = True
-        self._alive = _always if part is Part.WEIGHTS else _nothing
-        for bucket in sorted(self.walk.used, key=_index) if part is Part.WEIGHTS else ():
+        self._alive = _always if part is BackwardPart.WEIGHTS else _nothing
+        for bucket in sorted(self.walk.used, key=_index) if part is BackwardPart.WEIGHTS else ():
             if bucket.gradients is not None:
                 bucket.gradients.expect()
 
@@ -233,7 +234,7 @@ class Backward:
         """A graph task of a driven backward reaches the model."""
         self._check_task()
         alive = self._tasks.follow(self._end_task)
-        if self._part is Part.INPUTS and self._tasks.adds():
+        if self._part is BackwardPart.INPUTS and self._tasks.adds():
             raise RuntimeError(
                 "backward() inside of backward_inputs(): it would add to the gradients of parameters too. Compute the "
                 "gradients of the inputs with torch.autograd.grad(outputs, inputs, ...)."

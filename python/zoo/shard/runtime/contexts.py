@@ -82,7 +82,7 @@ FAILED = (
 )
 
 
-class Part(enum.Enum):
+class BackwardPart(enum.Enum):
     """What a driven backward computes."""
 
     WHOLE = "backward"

@@ -332,7 +332,7 @@ class Runtime:
             self._find_interrupted()
         inside = self.backward.driven or (f"forward of {self._driven.owner}" if self._driven is not None else "")
         if self._depth and not inside:
-            inside = "the model's forward"
+            inside = "model's forward"
         if inside:
             raise RuntimeError(f"{what} inside of the {inside}: it comes after it.")
 

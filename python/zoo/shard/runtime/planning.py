@@ -16,7 +16,7 @@ from typing import Any, Literal
 from zoo.plan import Action, Actions, Kind, Moment
 from zoo.shard.buckets import Bucket
 from zoo.shard.parameters import Presence
-from zoo.shard.runtime.contexts import Context, Contexts, Part
+from zoo.shard.runtime.contexts import BackwardPart, Context, Contexts
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.residency import Residency, ResidencyPolicy, WindowBudget
 from zoo.shard.runtime.walk import Walk, launches_nothing
@@ -168,11 +168,11 @@ class _Planner:
                 running[drive.key] = self._forward(calls[drive.like], "training", contexts.drive(f"{drive.key}"))
                 continue
             self._executor.now = (Moment.BACKWARD, "")
-            part = Part(drive.verb)
+            part = BackwardPart(drive.verb)
             walk.drive(running[drive.key], part, launches=False)
             walk.arrive()
             self.residency.settle(driven=True)
-            if part is not Part.INPUTS:
+            if part is not BackwardPart.INPUTS:
                 contexts.close(running.pop(drive.key))
         self.residency.clear()
         return self._executor.plan(reductions=_reductions(drives))

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zoo.shard.buckets import Bucket
-from zoo.shard.gradients import Phase as GradientPhase
-from zoo.shard.runtime.contexts import Context, Contexts, Part, Phase, Unit
+from zoo.shard.gradients import GradientPhase
+from zoo.shard.runtime.contexts import BackwardPart, Context, Contexts, Phase, Unit
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.residency import Residency
 
@@ -62,14 +62,14 @@ class Walk:
         self._unread.clear()
         self._newly_done = True
 
-    def drive(self, context: Context, part: Part, *, launches: bool) -> None:
+    def drive(self, context: Context, part: BackwardPart, *, launches: bool) -> None:
         """A backward begins that goes through this context and nothing else."""
-        self.begin(accumulates=part is not Part.INPUTS, launches=launches)
+        self.begin(accumulates=part is not BackwardPart.INPUTS, launches=launches)
         self._turn_to(context)
         self._drives = True
         self.used = {bucket for _, bucket in context.uses}
         # Gradients of weights are brought by the caller: there is nothing to go through.
-        if part is Part.WEIGHTS:
+        if part is BackwardPart.WEIGHTS:
             context.cursor = 0
 
     def _turn_to(self, context: Context) -> None:

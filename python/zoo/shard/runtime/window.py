@@ -43,7 +43,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zoo.shard.runtime.contexts import FAILED, Context, Part
+from zoo.shard.runtime.contexts import FAILED, BackwardPart, Context
 from zoo.shard.runtime.residency import WindowBudget
 
 if TYPE_CHECKING:
@@ -156,19 +156,19 @@ class Window:
             ValueError: this micro-batch was never run, or has ended.
             RuntimeError: inside of another forward or backward, after a step, or after a backward that failed.
         """
-        with self._backward(key, Part.WHOLE, State.RAN, State.ENDED, reduce):
+        with self._backward(key, BackwardPart.WHOLE, State.RAN, State.ENDED, reduce):
             yield
 
     @contextlib.contextmanager
     def backward_inputs(self, key: Hashable) -> Iterator[None]:
         """The first part of a backward: gradients of the inputs and nothing else. Errors as for :meth:`backward`."""
-        with self._backward(key, Part.INPUTS, State.RAN, State.WEIGHTS_LEFT, False):
+        with self._backward(key, BackwardPart.INPUTS, State.RAN, State.WEIGHTS_LEFT, False):
             yield
 
     @contextlib.contextmanager
     def backward_weights(self, key: Hashable, *, reduce: bool = False) -> Iterator[None]:
         """The second part: hand gradients of weights to ``sharded.accumulate``. Errors as for :meth:`backward`."""
-        with self._backward(key, Part.WEIGHTS, State.WEIGHTS_LEFT, State.ENDED, reduce):
+        with self._backward(key, BackwardPart.WEIGHTS, State.WEIGHTS_LEFT, State.ENDED, reduce):
             yield
 
     def end(self, key: Hashable) -> None:
@@ -185,7 +185,7 @@ class Window:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _backward(self, key: Hashable, part: Part, before: State, after: State, reduce: bool) -> Iterator[None]:
+    def _backward(self, key: Hashable, part: BackwardPart, before: State, after: State, reduce: bool) -> Iterator[None]:
         self._check_between(part.value, key)
         found = self._find(key, part.value)
         self._check_backward(key, found, part, before, reduce)
@@ -202,9 +202,11 @@ class Window:
             self._close(key, after)
         found.state = after
 
-    def _check_backward(self, key: Hashable, found: _MicroBatch, part: Part, before: State, reduce: bool) -> None:
+    def _check_backward(
+        self, key: Hashable, found: _MicroBatch, part: BackwardPart, before: State, reduce: bool
+    ) -> None:
         if found.state is not before:
-            needs = " Run backward_inputs() first." if part is Part.WEIGHTS and found.state is State.RAN else ""
+            needs = " Run backward_inputs() first." if part is BackwardPart.WEIGHTS and found.state is State.RAN else ""
             raise ValueError(f"{part.value} of micro-batch {key!r}, which {found.state.value}.{needs}")
         runtime = self._runtime
         runtime.backward.check_running()

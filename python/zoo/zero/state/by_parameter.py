@@ -11,6 +11,7 @@ Legend: p ranks of a shard group; a tensor of n rows, of which rank r has [r·k,
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
@@ -41,19 +42,22 @@ class RankState(dict[str, Any]):
 
     def __init__(self, shown: Mapping[str, Any], optimizer: ZeroOptimizer) -> None:
         super().__init__(shown)
-        self._optimizer, self._updates = optimizer, optimizer.runtime.contexts.updates
+        self._optimizer = weakref.ref(optimizer)  # whoever keeps a state does not keep the model with it
+        self._updates = optimizer.runtime.contexts.updates
         self._made: dict[int, dict[str, Any]] | None = None
 
     def __missing__(self, key: str) -> dict[int, dict[str, Any]]:
         if key != "state":
             raise KeyError(key)
         if self._made is None:
-            if self._updates != self._optimizer.runtime.contexts.updates:
+            optimizer = self._optimizer()
+            if optimizer is None or self._updates != optimizer.runtime.contexts.updates:
+                what = "the optimizer is gone" if optimizer is None else "parameters have changed"
                 raise ValueError(
-                    "state_dict()['state'] is made when it is asked for, and parameters have changed since "
-                    "state_dict() was called. Ask for it before the next step."
+                    f"state_dict()['state'] is made when it is asked for, and {what} since state_dict() was called. "
+                    "Ask for it before the next step."
                 )
-            self._made = states_by_position(self._optimizer)
+            self._made = states_by_position(optimizer)
         return self._made
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -109,7 +109,9 @@ class OptimizerStates:
         Nothing is communicated, read or made."""
         from zoo.zero.state.by_parameter import states_kept
 
-        optimizer, bucket, slot = self.optimizer, parameter._zoo_bucket, parameter._zoo_slot
+        optimizer = self.optimizer
+        optimizer.check_open()
+        bucket, slot = parameter._zoo_bucket, parameter._zoo_slot
         group, name = bucket.spec.groups[slot], bucket.spec.names[slot]
         options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
         kept = states_kept(optimizer, bucket, slot, options)

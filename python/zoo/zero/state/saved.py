@@ -66,7 +66,7 @@ class SavedState(Inspection):
 
     def held_scalars(self) -> dict[str, float]:
         """The same, of what the model does not have any more too: as :meth:`held_slices`."""
-        self._check_open()
+        self.check_open()
         self.read_outcome()
         found = state_io.scalars_of(self.updater.segments)
         found |= state_io.late_scalars(self.updater.expected.made_later(self.updater.segments, self.param_groups))
@@ -128,7 +128,7 @@ class SavedState(Inspection):
                 there is no such state (nothing but parameters exists before the first step).
             scalars: the union of :meth:`state_scalars` of all ranks that saved.
         """
-        self._check_open()
+        self.check_open()
         self.read_outcome()
         self.sharded.settle()
         if self._in_backward is not None:
@@ -188,7 +188,7 @@ class SavedState(Inspection):
 
     def held_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
         """What this rank holds of the training state; with ``owned`` what no other rank's slices have."""
-        self._check_open()
+        self.check_open()
         self.read_outcome()
         self.sharded.members.check()
         self.take_writes()
@@ -225,7 +225,7 @@ class SavedState(Inspection):
             raise ValueError(
                 f"offload_states(device={device!r}) at stage {stage}; it needs 'cpu', and stage 1, 2 or 3."
             )
-        self._check_open()
+        self.check_open()
         self.read_outcome()
         self._away = self._away or StatesAway(self._whole)
         self._away.take(names, pin_memory=pin_memory and torch.cuda.is_available(), non_blocking=non_blocking)

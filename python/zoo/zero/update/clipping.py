@@ -170,8 +170,6 @@ class Clipping:
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
         """See :meth:`zoo.zero.ZeroOptimizer.clip_grad_norm_`; there are gradients."""
-        if not max_norm >= 0:
-            raise ValueError(f"clip_grad_norm_(max_norm={max_norm}); it must be a norm >= 0.")
         norm = self.measured(norm_type)
         if not math.isfinite(norm):
             if error_if_nonfinite:

@@ -66,7 +66,7 @@ def tell_ratio(buckets: Sequence[Bucket], name: str, total_bytes: int, reduce_dt
 
 
 def peers_for(
-    buckets: Sequence[Bucket], optimizer: Any, everyone: Communicator, options: dict[str, Any], *, whole: bool
+    everyone: Communicator, options: dict[str, Any], *, whole: bool
 ) -> tuple[BucketParts | None, dict[str, Any]]:  # fmt: skip
     """What brings ranks together inside of an update, and the options with it. Only with somebody to meet."""
     if everyone.size == 1:

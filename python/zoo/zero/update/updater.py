@@ -96,7 +96,7 @@ class Updater:
         if switch is not None:
             from zoo.zero.update.synced import peers_for
 
-            self._parts, options = peers_for(buckets, optimizer, everyone, options, whole=whole)
+            self._parts, options = peers_for(everyone, options, whole=whole)
         if self._parts is not None:
             self._parts.adopt(self.segments, buckets)
             options = {**options, "parts": self._parts} if whole else options
