@@ -164,8 +164,9 @@ def _set_requires_grad(self: Any, value: bool) -> None:
     # Freezing for a while is fine: the gradient of these steps is zero. The other way round there is no place for one.
     if value and not type(self)._zoo_bucket.spec.trainable:
         raise ValueError(
-            f"parameter {_name(self)!r} was frozen when the ZeRO optimizer was constructed and has no place for a "
-            "gradient. Set requires_grad before constructing the optimizer, or close() it and construct a new one."
+            f"parameter {_name(self)!r} was frozen when the model was split over ranks, by a ZeRO optimizer or without "
+            "training, and has no place for a gradient. Set requires_grad before that, or close() it and construct a "
+            "new one."
         )
     _REQUIRES_GRAD.__set__(self, value)
 

@@ -15,13 +15,17 @@ from tests.zero.blocks import RATE, STAGES, Blocks, build, check, data, one_step
 from torch import nn
 
 from zoo import sim
+from zoo.comm import CollectiveMismatchError
 from zoo.shard.runtime.residency import ResidencyPolicy
 from zoo.zero import (
     GatheredParameters,
     Precision,
     ZeroOptimizer,
+    get_full_grads,
     get_full_optimizer_states,
+    safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_set_full_grad,
 )
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -88,6 +92,54 @@ def test_a_gradient_that_a_hook_replaces_while_it_arrives(stage: int, waits: boo
             assert p.grad is not None
             sums[name] += p.grad.clamp(-0.01, 0.01) / 2
     expected = {name: p.detach() - RATE * sums[name] for name, p in plain.named_parameters()}
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_one_rank_has_dropped_is_neither_read_nor_set(stage: int) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        parameter, value = model.first.weight, torch.ones(6, 4).double()
+        optimizer.backward(model(data(rank)).square().mean())
+        if rank == 0:
+            for each in model.first.parameters():
+                each.grad = None
+        with pytest.raises(ValueError, match=r"setting a value of 'first.weight' failed: rank 0: .* has no gradient"):
+            safe_set_full_grad(parameter, value)
+        if stage:
+            with pytest.raises(CollectiveMismatchError, match="gradient of 'first"):
+                safe_get_full_grad(parameter)
+            with pytest.raises(CollectiveMismatchError, match="gradient of 'first"):
+                list(get_full_grads([parameter]))
+        optimizer.zero_grad()
+        assert safe_get_full_grad(parameter) is None
+        optimizer.backward(model(data(rank)).square().mean())
+        safe_set_full_grad(parameter, value)
+        found = safe_get_full_grad(parameter)
+        assert found is not None
+        assert torch.equal(found, value)
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_memory_for_a_copy_of_what_is_to_be_written(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """Nothing stays held, and a closed model is an ordinary one."""
+
+    def no_memory(self: Any) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(GatheredParameters, "_look", no_memory)
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        with pytest.raises(MemoryError), GatheredParameters(model.first.weight, modifier_rank=0):
+            raise AssertionError("not reached")
+        assert not any(bucket.active for bucket in optimizer.buckets)
+        one_step(model, optimizer, rank)
+        check(optimizer, twin(2))
+        optimizer.close()
+
     sim.run(2, fn)
 
 

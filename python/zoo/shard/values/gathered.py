@@ -126,19 +126,23 @@ class GatheredParameters:
             for bucket in self._slots:
                 self._held[bucket] = owner_of(bucket).writes.hold(bucket, writes=self._modifier is not None)
                 bucket.read_whole = True
+            self._look()
         except BaseException:
             self._let_go(restore=False, forget=True)
             raise
+        self._inside = True
+
+    def _look(self) -> None:
+        """What the parameters are at the begin."""
         self._versions = {bucket: bucket.parameters.versions() for bucket in self._slots}
         with torch._C.DisableTorchFunctionSubclass():
             self._seen = {bucket: [p._version for p in bucket.spec.parameters] for bucket in self._slots}
-        if self._modifier is not None:
-            # A copy, so that an exception inside leaves no rank with values of its own.
-            for bucket, slots in self._slots.items():
-                if not bucket.partitioned:
-                    self._saved[bucket] = {slot: bucket.parameters.flat_of(slot).clone() for slot in slots}
-                    _COPIES.setdefault(bucket, []).append(self._saved[bucket])
-        self._inside = True
+        # A copy, so that an exception inside leaves no rank with values of its own.
+        for bucket, slots in self._slots.items() if self._modifier is not None else ():
+            if not bucket.partitioned:
+                copies = {slot: bucket.parameters.flat_of(slot).clone() for slot in slots}
+                _COPIES.setdefault(bucket, []).append(copies)
+                self._saved[bucket] = copies
 
     def _find(self) -> None:
         slots: dict[Bucket, list[int]] = {}

@@ -195,6 +195,10 @@ _Source = Callable[[_Place, bool], _Found]
 
 def _gradient(place: _Place, agreed: bool) -> _Found:
     gradients = _reduced_gradients(place)
+    if agreed and not place.everywhere:  # a rank that has dropped it would not take part in what follows
+        place.bucket.agree(
+            f"the gradient of {place.name!r}:", "dropped, or never made" if gradients is None else "there"
+        )
     if gradients is None:
         return None
     factor = 1.0 / place.optimizer.loss_scale
@@ -228,7 +232,11 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of the whole gradient, or None where there is none. Collective."""
+    """A copy of the whole gradient, or None where there is none. Collective.
+
+    Raises CollectiveMismatchError where only some of the ranks that split it have it (but at stage 0, where each has
+    its own copy).
+    """
     return _read(param, _gradient, whole=True)
 
 
@@ -319,8 +327,11 @@ def _agree_to_set(place: _Place, check: Callable[[], Any]) -> None:
     )  # fmt: skip
 
 
-def _whole_value(place: _Place, value: Any) -> torch.Tensor:
+def _whole_value(place: _Place, value: Any, refuses: Callable[[], Any] = lambda: None) -> torch.Tensor:
+    """``refuses``: raises for what else is wrong on this rank; all ranks raise then."""
+
     def check() -> None:
+        refuses()
         if not isinstance(value, torch.Tensor) or value.shape != place.shape:
             given = tuple(value.shape) if isinstance(value, torch.Tensor) else f"none: it is a {type(value).__name__}"
             raise ValueError(
@@ -427,20 +438,20 @@ def _write_state(place: _Place, values: tuple[int, torch.Tensor], key: str) -> N
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the whole gradient, of the parameter's shape; that of rank 0 counts. Collective, after ``backward``."""
     place = _find(param)
-    gradients = _settable_gradients(place)
-    _write_grad(place, gradients, 0, _whole_value(place, value))
+    found = _reduced_gradients(place)
+    flat = _whole_value(place, value, lambda: _settable(place, found))
+    _write_grad(place, _settable(place, found), 0, flat)
 
 
 @torch.no_grad()
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's elements of the gradient, after ``backward``."""
     place = _find(param)
-    gradients = _settable_gradients(place)
+    gradients = _settable(place, _reduced_gradients(place))
     _write_grad(place, gradients, *_local_value(place, value))
 
 
-def _settable_gradients(place: _Place) -> BucketGradients:
-    gradients = _reduced_gradients(place)
+def _settable(place: _Place, gradients: BucketGradients | None) -> BucketGradients:
     if gradients is None:
         raise ValueError(f"{place.name!r} has no gradient to be replaced: call it between backward and step.")
     return gradients
