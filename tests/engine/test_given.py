@@ -257,6 +257,7 @@ def in_ddp(module: nn.Module) -> nn.Module:
 
 
 GIVEN: list[tuple[dict[str, Any], str]] = [
+    ({"model": nn.Sequential(nn.LazyLinear(2))}, r"whose '0\.weight' has no shape yet.*call the model once"),
     ({"model": in_ddp(nn.Linear(2, 2))}, r"that is a DistributedDataParallel, which reduces gradients too.*in it"),
     ({"model": nn.Sequential(nn.Tanh(), in_ddp(nn.Linear(2, 2)))}, r"whose '1' is a DistributedDataParallel"),
     ({"model": 5}, r"initialize got model=5 \(int\); it takes the nn\.Module to train"),

@@ -29,6 +29,7 @@ def check_given(
     """Raise ValueError for an argument that cannot be what it should be, by its name."""
     _is("model", model, nn.Module, "the nn.Module to train, on its device")
     _check_wrapped(model)
+    _check_shapes(model)
     _is("registry", registry, Registry, "a zoo.registry.Registry")
     _is("monitors", monitors, bool, "True or False")
     if required is not None:
@@ -56,6 +57,15 @@ def _check_wrapped(model: nn.Module) -> None:
             raise ValueError(
                 f"{where} a DistributedDataParallel, which reduces gradients too. Give initialize the module in it "
                 "(.module)."
+            )
+
+
+def _check_shapes(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"initialize got a model whose {name!r} has no shape yet, as lazy layers before their first forward: "
+                "call the model once on a batch before initialize."
             )
 
 
