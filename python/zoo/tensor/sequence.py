@@ -11,6 +11,7 @@ of decoding, and where no gradients are computed, ranks have all tokens as witho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import nn
 from zoo.comm import Communicator
 from zoo.tensor.region import Region
 from zoo.tensor.shares import Run, deal
+
+Way = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Tokens:
@@ -59,56 +62,17 @@ class Tokens:
         return out[: stop - start].movedim(0, -2).contiguous()
 
 
-class _Gather(torch.autograd.Function):
-    """Into a block: ranks use all tokens differently, so that their gradients are summed."""
+class _Moved(torch.autograd.Function):
+    """One of the ways of :class:`Tokens`, whose gradient takes another."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        ctx.tokens = tokens
-        return tokens.gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.tokens.scatter(grad), None
-
-
-class _Scatter(torch.autograd.Function):
-    """Out of a block: a sum, of which each rank has its tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        ctx.tokens = tokens
-        return tokens.scatter(x)
+    def forward(ctx: Any, x: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.tokens.gather(grad), None
-
-
-class _Begin(torch.autograd.Function):
-    """Before the first layer: all ranks have the same tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        ctx.tokens = tokens
-        return tokens.take(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.tokens.gather(grad), None
-
-
-class _End(torch.autograd.Function):
-    """After the last layer: all ranks compute the same from all tokens, so that their gradients are the same."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        ctx.tokens = tokens
-        return tokens.gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.tokens.take(grad), None
+        return ctx.back(grad), None, None
 
 
 class SequenceRegion(Region):
@@ -130,7 +94,9 @@ class SequenceRegion(Region):
         if not torch.is_grad_enabled() or x.shape[-2] < self.comm.size:
             return x
         self._latest = Tokens(x.shape[-2], self.comm)
-        found: torch.Tensor = _Begin.apply(x, self._latest)
+        tokens = self._latest
+        # All ranks have the same x: each gives its tokens' gradient.
+        found: torch.Tensor = _Moved.apply(x, tokens.take, tokens.gather)
         return found
 
     def layer(self) -> None:
@@ -146,7 +112,8 @@ class SequenceRegion(Region):
         """All tokens again."""
         if self.tokens is None:
             return x
-        found: torch.Tensor = _End.apply(x, self.tokens)
+        # All ranks compute the same from all tokens: gradients are the same.
+        found: torch.Tensor = _Moved.apply(x, self.tokens.gather, self.tokens.take)
         return found
 
     def come(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +130,8 @@ class SequenceRegion(Region):
                 f"a tensor of shape {tuple(x.shape)} where this rank has {tokens.mine[1] - tokens.mine[0]} tokens of "
                 f"{tokens.total}. Forwards whose layers are computed again have one number of tokens until backward."
             )
-        self._gathered = _Gather.apply(x, tokens)
+        # Ranks use all tokens differently: gradients are summed.
+        self._gathered = _Moved.apply(x, tokens.gather, tokens.scatter)
         return self._gathered
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -180,7 +148,7 @@ class SequenceRegion(Region):
         if self._gathered is None or self.tokens is None:
             return super().leave(x)
         self._entered, self.inside, self._gathered = None, False, None
-        found: torch.Tensor = _Scatter.apply(x, self.tokens)
+        found: torch.Tensor = _Moved.apply(x, self.tokens.scatter, self.tokens.gather)
         return found
 
 
