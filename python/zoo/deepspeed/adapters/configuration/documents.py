@@ -259,12 +259,26 @@ class DeepSpeedConfig:
 
 
 def _settings(key: str, document: Mapping[str, Any]) -> SimpleNamespace:
-    """What a section of a part that zoo does not have says, with the documented defaults."""
+    """What a section says that DeepSpeed has and whose keys are few here, with the documented defaults."""
     from zoo.config.fates import fates_of
 
     given = document.get(key) or {}
-    defaults = {name: copy.deepcopy(fate.default) for name, fate in fates_of(Config)[key].keys.items()}
-    return SimpleNamespace(**{**defaults, **given})
+    return SimpleNamespace(**{**_defaults_of_section(key, fates_of(Config)), **given})
+
+
+def _defaults_of_section(key: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    if key in known:
+        return {name: copy.deepcopy(fate.default) for name, fate in known[key].keys.items()}
+    from zoo import registry
+    from zoo.config.section import is_own
+
+    section = registry.get("config_section", key)
+    fields = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in section.model_fields.items()
+        if not is_own(field)
+    }
+    return {**fields, **{name: copy.deepcopy(fate.default) for name, fate in section.fates.items()}}
 
 
 def _place(document: Mapping[str, Any], mpu: Any, mesh: Any) -> tuple[int, int]:

@@ -318,8 +318,9 @@ class Questions(QuestionsOfFeatures):
         return _axis(self.engine.mesh, "sequence")
 
     def autotp_size(self) -> int:
-        """Ranks that share a layer by the configuration's own doing; none do."""
-        return 0
+        """Ranks that have parts of a layer by the section ``tensor_parallel``; 0 where it does not ask for any."""
+        asked = getattr(self.engine.config, "tensor_parallel", None)
+        return 0 if asked is None or asked.degree == 1 else int(asked.degree)
 
     @property
     def has_moe_layers(self) -> bool:
