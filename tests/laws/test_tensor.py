@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.laws.test_families import pick, whole
 from tests.laws.test_families import states as states_of
 from tests.processes import run_ranks
+from tests.profiles import examples
 from tests.tensor.models import Decoder, Shape, plan_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -107,6 +108,7 @@ def train(case: Case, model: Decoder, optimizer: ZeroOptimizer, replica: int, st
     return losses, norms
 
 
+@examples(times=0.5)
 @given(case=cases())
 @example(case=Case(shape=Shape(heads=9, kv=3), degree=2, sequence=True))
 @example(case=Case(shape=Shape(heads=9, kv=3, layout="parts"), degree=4, data=1, stage=2))
@@ -181,6 +183,7 @@ def go_on(states: list[Any], case: Case, steps: range) -> tuple[list[Any], dict[
     return [state for state, _ in found], found[0][1]
 
 
+@examples(times=0.34)
 @given(case=cases(), other=cases())
 @example(case=Case(shape=Shape(heads=9, kv=3)), other=Case(degree=4, data=1, stage=1))
 def test_a_state_goes_on_at_another_degree_and_stage(case: Case, other: Case) -> None:

@@ -71,7 +71,7 @@ def run(degree: int, stage: int, data: int, steps: range, folder: str | None = N
     return sim.run(degree * data, fn, seed=0) if degree * data > 1 else [fn(0)]
 
 
-@examples(times=0.34)
+@examples(times=0.1)
 @given(
     degree=st.integers(2, 3), stage=st.integers(0, 3), data=st.sampled_from([1, 2]), then=st.integers(1, 3),
     stage_then=st.integers(0, 3),
