@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.layout import boxes_of, split_of
+from zoo.tensor import plan_of as plan_of_model
 from zoo.tensor import split
 
 
@@ -141,5 +142,32 @@ def test_what_cannot_be_told_is_refused_and_nothing_is_left() -> None:
         assert F.dropout(torch.ones(3), 0.5, False).sum() == 3
         model.eval()
         model(ids)
+
+    sim.run(2, fn, seed=0)
+
+
+@pytest.mark.parametrize("way", ["eager", "sdpa"])
+def test_of_bert_whose_ways_in_and_out_are_in_two_modules(way: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=11, hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=7,
+        max_position_embeddings=8, attention_probs_dropout_prob=0.4, hidden_dropout_prob=0.3, attn_implementation=way,
+    )  # fmt: skip
+    ids = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(1))
+
+    def output(split_by: Any) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = transformers.BertForMaskedLM(config).double().train()
+            if split_by is not None:
+                split(model, plan_of_model(model), split_by)
+            torch.manual_seed(7)
+            found: torch.Tensor = model(ids).logits.detach()
+            return torch.cat([found.flatten(), torch.rand(1, dtype=torch.float64)])
+
+    expected = output(None)
+
+    def fn(rank: int) -> None:
+        torch.testing.assert_close(output(Communicator()), expected, rtol=1e-6, atol=1e-7)
 
     sim.run(2, fn, seed=0)

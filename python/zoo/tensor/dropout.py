@@ -51,10 +51,10 @@ class WholeMasks:
     """Hooks of a module in which layers of a region lie, ``path`` in the model.
 
     Args:
-        heads, features: of a tensor (…, H, T, S) and of one (…, features); None where there are none.
+        heads: of a tensor (…, H, T, S); None where there are none. features: of tensors (…, features).
     """
 
-    def __init__(self, path: str, region: Region, heads: Dealt | None, features: Dealt | None) -> None:
+    def __init__(self, path: str, region: Region, heads: Dealt | None, features: tuple[Dealt, ...]) -> None:
         self._path, self._region, self._heads, self._features = path, region, heads, features
         self._modes: list[_Mode] = []
 
@@ -80,18 +80,19 @@ class WholeMasks:
         Raises:
             ValueError: it does not look like heads or features of this rank.
         """
-        shape, heads, features = list(x.shape), self._heads, self._features
+        shape, heads = list(x.shape), self._heads
+        features = [dealt for dealt in self._features if dealt.size == x.shape[-1]]
         tokens = None if self._region.inside else getattr(self._region, "tokens", None)
         if tokens is not None and x.dim() >= 2 and shape[-2] == tokens.mine[1] - tokens.mine[0]:
             dim, dealt = x.dim() - 2, Dealt(tokens.mine[0], tokens.mine[1], tokens.total)
         elif x.dim() >= 4 and heads is not None and shape[-3] == heads.size:
             dim, dealt = x.dim() - 3, heads
-        elif features is not None and shape[-1] == features.size:
-            dim, dealt = x.dim() - 1, features
+        elif len(features) == 1:
+            dim, dealt = x.dim() - 1, features[0]
         else:
             raise ValueError(
                 f"{self._path} drops elements of a tensor of shape {tuple(x.shape)} where each tensor-parallel rank "
-                f"has a part ({heads}, {features}): which dim is dealt cannot be told. Set its rate to 0."
+                f"has a part ({heads}, {self._features}): which dim is dealt cannot be told. Set its rate to 0."
             )
         shape[dim] = dealt.total
         self._region.drawing = True

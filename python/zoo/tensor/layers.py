@@ -113,7 +113,9 @@ class Column(Layer):
         part.region.inside = True
         if part.take is not None:
             y = _at(y, part.take, -1)
-        if part.sizes is not None and not self.__dict__.get(KEEP, False):
+        if part.sizes is not None and self.__dict__.get(KEEP, False):
+            part.region.rest()
+        elif part.sizes is not None:
             y = part.region.gather(y, list(part.sizes))
         return y
 

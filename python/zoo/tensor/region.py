@@ -49,9 +49,13 @@ class Region:
         self._entered = (x, x._version, entered)
         return entered
 
+    def rest(self) -> None:
+        """Outputs stay parts, and nothing follows that would sum or gather them: what came in is let go."""
+        self._entered, self.inside = None, False
+
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Σ over ranks of x, in the memory of ``x`` where that is contiguous; gradients pass as they are."""
-        self._entered, self.inside = None, False
+        self.rest()
         found: torch.Tensor = _Leave.apply(x.contiguous(), self.comm)
         return found
 
@@ -63,7 +67,7 @@ class Region:
         Args:
             x: (…, sizes[rank]). sizes: of every rank.
         """
-        self._entered, self.inside = None, False
+        self.rest()
         found: torch.Tensor = _Gather.apply(x, self.comm, sizes)
         return found
 
@@ -80,7 +84,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Sum.apply(grad, ctx.comm), None
+        return _Leave.apply(grad.clone(memory_format=torch.contiguous_format), ctx.comm), None
 
 
 class _Leave(torch.autograd.Function):
@@ -90,21 +94,6 @@ class _Leave(torch.autograd.Function):
         ctx.mark_dirty(x)
         comm.all_reduce(x).wait()
         return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
-
-
-class _Sum(torch.autograd.Function):
-    """Of a gradient. Its own gradient is the sum again: the way in is linear."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        ctx.comm = comm
-        out = x.clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(out).wait()
-        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -118,24 +118,30 @@ def _share_tokens(
             if whole and not isinstance(module, Layer):
                 become(module, Layer, None)
         if drops(layer):
-            WholeMasks(path, region, None, None).attach(layer)
+            WholeMasks(path, region, None, ()).attach(layer)
 
 
 def _draw_whole_masks(
     changes: list[_Change], plan: Plan, setting: Setting, region: Region, model: nn.Module
 ) -> None:  # fmt: skip
-    """Modules that have a row-parallel layer, and drop something before it."""
+    """Modules with layers of a region that drop something: in some models the ways in and out are in two of them."""
     share = plan.share(setting.comm.size, setting.comm.rank, setting.grain)
     heads = None
     if HEAD in share.known:
         queries = share.heads.queries
         heads = Dealt(queries.start, queries.stop, share.heads.num)
+    found: dict[str, list[Dealt]] = {}
     for change in changes:
-        parent = model.get_submodule(change.path.rpartition(".")[0])
-        if change.kind is Row and change.part is not None and drops(parent):
-            runs = change.part.cut.runs
-            features = Dealt(*runs[0], change.part.cut.total) if len(runs) == 1 else None
-            WholeMasks(change.path.rpartition(".")[0], region, heads, features).attach(parent)
+        part, path = change.part, change.path.rpartition(".")[0]
+        if change.kind not in (Row, Column) or part is None or part.sizes is not None:
+            continue
+        features = found.setdefault(path, [])
+        if len(part.cut.runs) == 1 and part.take is None and part.rows is None:
+            features.append(Dealt(*part.cut.runs[0], part.cut.total))
+    for path, features in found.items():
+        module = model.get_submodule(path)
+        if drops(module):
+            WholeMasks(path, region, heads, tuple(dict.fromkeys(features))).attach(module)
 
 
 def _changes(model: nn.Module, plan: Plan, setting: Setting, region: Region) -> list[_Change]:
@@ -194,7 +200,7 @@ def _change(
         )
     if (rule.gather or rule.scatter or (embedding and rule.rows)) and len(cut.runs) > 1:
         raise ValueError(f"{path}: its part is {len(cut.runs)} ranges; a vocabulary, or what is gathered, is one.")
-    kind = _kind(path, module, rule)
+    kind = _kind(module, rule)
     of_weight = (weight, dim, None if stays else cut)
     of_bias = [(parameters["bias"], 0, None if stays else cut)] if rule.rows and "bias" in parameters else []
     return _Change(path, module, rule, kind, part, (of_weight, *of_bias))
@@ -246,7 +252,7 @@ def _is_turned(path: str, module: nn.Module) -> bool:
     return name in TURNED
 
 
-def _kind(path: str, module: nn.Module, rule: Rule) -> type[Layer]:
+def _kind(module: nn.Module, rule: Rule) -> type[Layer]:
     if isinstance(module, nn.Embedding):
         return Vocabulary if rule.rows else Features
     return Column if rule.rows else Row
