@@ -25,7 +25,7 @@ from zoo.comm.transport import PairwiseTransport
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int32]
 OPS = st.tuples(
-    st.sampled_from(["all_gather", "reduce_scatter"]),
+    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce sum", "all_reduce max", "all_reduce min"]),
     st.integers(0, 40),  # elements of a chunk
     st.sampled_from(DTYPES),
     st.booleans(),  # in place
@@ -49,6 +49,8 @@ def issue(transport: Any, rank: int, world: int, number: int, op: tuple[Any, ...
             shard = full[mine]
         return transport.all_gather(full, shard, "x"), full
     full = data(rank, number, world * n, dtype)
+    if kind.startswith("all_reduce"):
+        return transport.all_reduce(full, kind.removeprefix("all_reduce ")), full
     room = transport.room(full.nbytes) if roomy and rank != number % world else None  # of some ranks only
     if room is not None:
         full = room.view(dtype).copy_(full)

@@ -14,10 +14,12 @@ from zoo import sim
 from zoo.comm import Communicator
 
 
-def summed(rank: int, numel: int, dtype: torch.dtype, op: str) -> torch.Tensor:
+def summed(
+    rank: int, numel: int, dtype: torch.dtype, op: str = "sum", comm: Communicator | None = None
+) -> torch.Tensor:  # fmt: skip
     generator = torch.Generator().manual_seed(rank)
     mine = (torch.randn(numel, generator=generator, dtype=torch.float64) * 10.0 ** (3 * (rank % 3))).to(dtype)
-    Communicator().all_reduce(mine, op).wait()
+    (comm or Communicator()).all_reduce(mine, op).wait()
     return mine
 
 
@@ -32,8 +34,12 @@ def test_on_simulated_ranks(world: int, numel: int, op: str, dtype: torch.dtype)
 
 
 def of_rank(rank: int) -> list[bytes]:
-    dtypes = (torch.float32, torch.float64, torch.bfloat16)
-    found = [summed(rank, numel, dtype, "sum") for numel in (1, 7, 5000, 300_001) for dtype in dtypes]
+    comm, shared = Communicator(), Communicator()
+    assert shared.share_memory()
+    found = []
+    for numel in (1, 7, 5000, 300_001):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            found += [summed(rank, numel, dtype, comm=comm), summed(rank, numel, dtype, comm=shared)]
     return [hashlib.blake2b(tensor.view(torch.uint8).numpy()).digest() for tensor in found]
 
 

@@ -19,7 +19,7 @@ from zoo.comm.log import CommsLog, OpStats, bytes_of_rows
 from zoo.comm.messages import Message, Recv, Send, check_messages, count_messages, post, post_checked, tags_of
 from zoo.comm.nodes import LOCAL, NODE, Nodes, node_of_each, ranks_of
 from zoo.comm.objects import all_gather_object, broadcast_object
-from zoo.comm.transport import choose_transport
+from zoo.comm.transport import REDUCE_OPS, choose_transport
 
 
 class Communicator:
@@ -201,7 +201,7 @@ class Communicator:
         return found
 
     def share_memory(self) -> bool:
-        """From now on let all-gathers and reduce-scatters of CPU tensors go through memory that the ranks share.
+        """From now on let all-gathers, reduce-scatters and all-reduces of CPU tensors go through memory of the ranks.
 
         Collective over the group. It is done where messages go directly between the ranks (gloo) and every rank can
         open the memory of every other; elsewhere nothing changes. Results, the log, and what happens when ranks fail
@@ -371,18 +371,15 @@ class Communicator:
         )
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
-        """``tensor = op over ranks`` in place; ``op`` is "sum", "max" or "min"."""
-        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op)
-        if reduce_op is None:
+        """``tensor = op over ranks`` in place, the same bits on all ranks; ``op`` is "sum", "max" or "min"."""
+        if op not in REDUCE_OPS:
             raise ValueError(f"all_reduce got op={op!r}; allowed are 'sum', 'max' and 'min'.")
         check_contiguous("all_reduce", tensor)
-        if self.size == 1:
+        if self._transport is None:
             return DONE
         self._agree(f"all_reduce[{op}]", tensor)
-        group = self.group
-        return self._issue(
-            "all_reduce", tensor, lambda: Pending([dist.all_reduce(tensor, reduce_op, group=group, async_op=True)])
-        )
+        transport = self._transport
+        return self._issue("all_reduce", tensor, lambda: transport.all_reduce(tensor, op))
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
         """Every rank's ``tensor`` becomes that of group rank ``src``, in place."""

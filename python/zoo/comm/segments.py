@@ -96,6 +96,7 @@ class _Mapped:
         num_bytes, path = os.fstat(self.fd).st_size, f"/proc/self/fd/{self.fd}"
         try:
             self._bytes = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+            self._num_bytes = num_bytes
         except RuntimeError as error:  # torch's word for it, where address space is limited
             raise OSError(f"{num_bytes} bytes of shared memory cannot be mapped: {error}") from error
 
@@ -106,13 +107,13 @@ class _Mapped:
             ValueError: there is no such block.
         """
         high = low + num_bytes
-        if num_bytes >= 0 and high > len(self._bytes):
+        if num_bytes >= 0 and high > self._num_bytes:
             self._map()  # the file has grown
-        if low < self._begin or low % _ALIGN or num_bytes < 0 or high > len(self._bytes):
+        if low < self._begin or low % _ALIGN or num_bytes < 0 or high > self._num_bytes:
             raise ValueError(
-                f"a block of {num_bytes} bytes at {low} is not in the shared memory of {len(self._bytes)} bytes."
+                f"a block of {num_bytes} bytes at {low} is not in the shared memory of {self._num_bytes} bytes."
             )
-        return self._bytes[low:high].view(dtype)
+        return self._bytes.narrow(0, low, num_bytes).view(dtype)
 
     def has_read(self, rank: int, number: int) -> bool:
         """Whether the owner of this segment has read block ``number`` of ``rank``, or never will."""
@@ -234,8 +235,8 @@ class OwnSegment(_Mapped):
             if begin - low >= num_bytes:
                 break
             low = max(low, -(-end // _ALIGN) * _ALIGN)
-        if low + num_bytes > len(self._bytes):
-            os.ftruncate(self.fd, max(2 * len(self._bytes), low + num_bytes))
+        if low + num_bytes > self._num_bytes:
+            os.ftruncate(self.fd, max(2 * self._num_bytes, low + num_bytes))
             self._map()
         return low, low + num_bytes
 

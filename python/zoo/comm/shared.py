@@ -25,9 +25,15 @@ from zoo.comm.groups import timeout_of
 from zoo.comm.handles import Pending
 from zoo.comm.posts import GroupPost, Inbox, Key, PipePost, Post, open_pipe
 from zoo.comm.segments import OwnSegment, PeerSegment, host_token
-from zoo.comm.transport import PairwiseTransport, Transport, add_in_rank_order
+from zoo.comm.transport import PairwiseTransport, Transport, add_in_rank_order, combine_in_rank_order
 
 _DEFAULT_TIMEOUT_S = 1800.0
+# Every rank reads what all others have: (N-1)·n bytes, where two legs would be 2(N-1)/N·n and another wait.
+_MOST_READ_BYTES = 1 << 24
+# What torch adds and compares on a CPU.
+_REAL = frozenset((
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+))  # fmt: skip
 _CARD_WORDS = 6  # whether there is a segment, the token of the host, pid, fd, two words of nonce; then fds of pipes
 
 _log = logging.getLogger("zoo.comm")
@@ -129,6 +135,26 @@ class SharedTransport(PairwiseTransport):
             reading.done(*self._peers)
 
         return Pending([_Arrival(partial(take, peer)) for peer in self._peers] + works, add, self._peer_ranks)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Pending:
+        """See :class:`~zoo.comm.transport.Transport`. Done in rank order, in one leg: each rank reads all others'."""
+        much = self._size > 3 and (self._size - 1) * tensor.nbytes > _MOST_READ_BYTES
+        if not tensor.nbytes or not tensor.is_cpu or tensor.dtype not in _REAL or much:
+            return super().all_reduce(tensor, op)
+        own = tensor.data.view(-1)
+        block, low, reading = self._lend(f"all_reduce {op}", own, "", own.nbytes)
+        block.copy_(own)
+        waits, works = self._post.exchange(reading.key, low, own.nbytes)
+        parts = [own] * self._size
+
+        def take(peer: int) -> None:
+            parts[peer] = self._find(peer, waits[peer](), reading.key, own.nbytes, own.dtype)
+
+        def finish() -> None:
+            combine_in_rank_order(parts, own, op)
+            reading.done(*self._peers)
+
+        return Pending([_Arrival(partial(take, peer)) for peer in self._peers] + works, finish, self._peer_ranks)
 
     def room(self, num_bytes: int) -> torch.Tensor | None:
         """See :class:`~zoo.comm.transport.Transport`."""

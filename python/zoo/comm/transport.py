@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -29,8 +29,13 @@ _NUMBER_BITS, _PRINT_BITS = 16, 14
 _numbers: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+"""What an all-reduce can do, and torch's name of it."""
+_ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
 class Transport(Protocol):
-    """The two collectives whose route depends on the backend. Chunk r of a full buffer belongs to group rank r.
+    """The collectives whose route depends on the backend. Chunk r of a full buffer belongs to group rank r.
 
     ``label`` says what travels: the same on all ranks.
     """
@@ -40,6 +45,9 @@ class Transport(Protocol):
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float, label: str = "") -> Pending:
         """``out`` (n,) = scale * sum over ranks of this rank's chunk of ``full``; ``out`` may be that chunk."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Pending:
+        """``tensor`` = ``op`` over ranks, in place; ``op`` is one of :data:`REDUCE_OPS`."""
 
     def room(self, num_bytes: int) -> torch.Tensor | None:
         """(num_bytes,) uint8 memory for a ``full`` that is then reduced without a copy; None where there is none.
@@ -62,6 +70,10 @@ class NativeTransport:
         """See :class:`Transport`."""
         work = dist.reduce_scatter_tensor(out, full, group=self._group, async_op=True)
         return Pending([work], (lambda: _scale(out, scale)) if scale != 1.0 else None)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Pending:
+        """See :class:`Transport`."""
+        return _of_backend(self._group, tensor, op)
 
     def room(self, num_bytes: int) -> torch.Tensor | None:
         """See :class:`Transport`."""
@@ -114,6 +126,10 @@ class PairwiseTransport:
         works += [group.send([chunks[peer]], peer, tag) for peer in self._peers]
         return Pending(works, lambda: add_in_rank_order(parts, out, scale), self._peer_ranks, dropped=self._dropped)
 
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Pending:
+        """See :class:`Transport`."""
+        return _of_backend(self._group, tensor, op)
+
     def room(self, num_bytes: int) -> torch.Tensor | None:
         """See :class:`Transport`."""
         return None
@@ -121,12 +137,22 @@ class PairwiseTransport:
 
 def add_in_rank_order(parts: list[torch.Tensor], out: torch.Tensor, scale: float) -> None:
     """``out`` = scale * (((g0 + g1) + g2) + ...): the same order on whichever rank the chunk lives."""
-    # `out` may be one of the parts: only the last addition writes it.
+    combine_in_rank_order(parts, out, "sum")
+    _scale(out, scale)
+
+
+def combine_in_rank_order(parts: list[torch.Tensor], out: torch.Tensor, op: str) -> None:
+    """``out`` = op(op(op(g0, g1), g2), ...), of two parts or more; ``op`` is one of :data:`REDUCE_OPS`."""
+    # `out` may be one of the parts: only the last operation writes it.
+    combine = _ELEMENTWISE[op]
     total = parts[0]
     for i, part in enumerate(parts[1:-1]):
-        total = total.add_(part) if i else torch.add(total, part)
-    torch.add(total, parts[-1], out=out)
-    _scale(out, scale)
+        total = combine(total, part, out=total) if i else combine(total, part)
+    combine(total, parts[-1], out=out)
+
+
+def _of_backend(group: Any, tensor: torch.Tensor, op: str) -> Pending:
+    return Pending([dist.all_reduce(tensor, REDUCE_OPS[op], group=group, async_op=True)])
 
 
 def _scale(out: torch.Tensor, scale: float) -> None:

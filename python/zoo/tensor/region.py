@@ -56,7 +56,11 @@ class Region:
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Σ over ranks of x, in the memory of ``x`` where that is contiguous; gradients pass as they are."""
         self.rest()
-        found: torch.Tensor = _Leave.apply(x.contiguous(), self.comm)
+        x = x.contiguous()
+        if not (torch.is_grad_enabled() and x.requires_grad):  # as for each token: a step of autograd costs more
+            self.comm.all_reduce(x).wait()
+            return x
+        found: torch.Tensor = _Leave.apply(x, self.comm)
         return found
 
     def gather(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:

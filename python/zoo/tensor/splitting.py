@@ -80,6 +80,8 @@ def split(
     takes = _takes(model, plan, setting)
     if comm.size == 1:
         return region
+    if comm is not mesh:
+        comm.share_memory()
     done: dict[int, str] = {}
     for change in changes:
         for parameter, dim, cut in change.parameters:
