@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -378,8 +379,7 @@ class Communicator:
         if self._transport is None:
             return DONE
         self._agree(f"all_reduce[{op}]", tensor)
-        transport = self._transport
-        return self._issue("all_reduce", tensor, lambda: transport.all_reduce(tensor, op))
+        return self._issue("all_reduce", tensor, partial(self._transport.all_reduce, tensor, op))
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
         """Every rank's ``tensor`` becomes that of group rank ``src``, in place."""
