@@ -32,7 +32,8 @@ _DEFAULT_TIMEOUT_S = 1800.0
 _MOST_READ_BYTES = 1 << 24
 # What torch adds and compares on a CPU.
 _REAL = frozenset((
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 ))  # fmt: skip
 _CARD_WORDS = 6  # whether there is a segment, the token of the host, pid, fd, two words of nonce; then fds of pipes
 
