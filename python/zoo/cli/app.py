@@ -129,6 +129,9 @@ def train(
     pipe: Annotated[
         int | None, typer.Option(min=1, help="Pipeline stages: the model is cut into so many.", show_default="none")
     ] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Tensor ranks: matrices are cut into so many.", show_default="none")
+    ] = None,
     checkpoint_activations: Annotated[
         bool,
         typer.Option("--checkpoint-activations", help="Keep of each block its input, and compute the rest again."),
@@ -147,6 +150,8 @@ def train(
         overrides.insert(0, 'train.task.params.mlp={"type": "moe"}')  # --set says more of it
     if pipe is not None and pipe > 1:
         overrides.insert(0, f'mesh.axes={{"pipe": {pipe}, "data": -1}}')
+    if tp is not None:
+        overrides.append(f"tensor_parallel.autotp_size={tp}")
     if checkpoint_activations:
         overrides.insert(0, "activation_checkpointing.blocks=auto")
     if out is not None:

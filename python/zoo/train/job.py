@@ -108,15 +108,12 @@ class Job:
                 f"{self.stages} stages, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''} a step"
                 + ("; several would overlap (gradient_accumulation_steps)" if micro_batches == 1 else "")
             )
-        seed = (config.seed * 100_003 + self.rank) % 2**63
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
         self.judge = Judge(scaled=config.fp16.enabled)
         self.engine: Engine = initialize(
             config, model, training_data=training_data, loader=dict(self.section.loader), registry=registry,
             monitors=monitors, parts={"zoo.train": self.judge},
         )[0]  # fmt: skip
+        seed_generators(config.seed * 100_003 + stream_of(self.rank, self.engine.mesh))
         self.validation = self.task.validation_data()
         self.watcher.line(
             f"{self.num_parameters:,} parameters; {self.section.steps} steps of {config.train_batch_size} samples of "
@@ -413,6 +410,24 @@ def in_stages(
     return split(model, example=example, topology=topology, **more), stages
 
 
+def stream_of(rank: int, mesh: Any) -> int:
+    """Which random numbers a rank draws: its own, but along the axis "tensor", where ranks draw the same mask."""
+    names = list(mesh.mesh_dim_names or ()) if mesh is not None else []
+    if "tensor" not in names:
+        return rank
+    number = 0
+    for name, place, size in zip(names, mesh.get_coordinate(), mesh.mesh.shape, strict=True):
+        number = number if name == "tensor" else number * size + place
+    return number
+
+
+def seed_generators(seed: int) -> None:
+    """Those of torch, Python and NumPy."""
+    torch.manual_seed(seed % 2**63)
+    random.seed(seed % 2**63)
+    np.random.seed(seed % 2**32)
+
+
 def tag_of(step: int) -> str:
     """The name of the checkpoint of a step."""
     return f"step_{step:08d}"
@@ -421,7 +436,7 @@ def tag_of(step: int) -> str:
 def validate(engine: Engine, dataset: Dataset[Any]) -> float:
     """Mean loss over a whole data set, the same on all ranks. A collective.
 
-    Batches of the size of a micro-batch are dealt to the ranks in turn. A rank whose turn comes after the last batch
+    Batches of the size of a micro-batch are dealt in turn to the ranks, or to those that see a sample together. A rank whose turn comes after the last batch
     runs the first once more and does not count it, because at stage 3 a forward needs all ranks. Losses stay on the
     device until the end.
     """
@@ -430,8 +445,8 @@ def validate(engine: Engine, dataset: Dataset[Any]) -> float:
         raise ValueError("the task's validation data is empty; there is no loss to tell.")
     num_batches = -(-count // size)
     totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
-    for turn in range(-(-num_batches // engine.comm.size)):
-        number = turn * engine.comm.size + engine.comm.rank
+    for turn in range(-(-num_batches // engine.batch_ranks)):
+        number = turn * engine.batch_ranks + engine.batch_rank
         real = number < num_batches
         first = number * size if real else 0
         samples = [dataset[i] for i in range(first, min(first + size, count))]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,7 @@ class Block(nn.Module):
         super().__init__()
         self.mlp = mlp
         width = config.width
-        self.heads = config.heads
+        self.head_dim = width // config.heads
         self.norm_attention = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
@@ -73,11 +73,11 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """One block; with the loss of its perceptron, where that has one."""
-        batch, time, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, width // self.heads)
+        batch, time, _ = x.shape
+        qkv = self.qkv(self.norm_attention(x)).view(batch, time, 3, -1, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, time, -1))
         if self.mlp is not None:
             found = self.mlp(self.norm_mlp(x))
             return (x + found[0], found[1]) if isinstance(found, tuple) else x + found
@@ -137,6 +137,24 @@ class ByteGPT(nn.Module):
             return logits
         loss = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
         return loss + torch.stack(losses).sum() if losses and self.training else loss
+
+    def tensor_plan(self) -> Any:
+        """A :class:`zoo.tensor.Plan`: how the model is cut over ranks of the axis "tensor"."""
+        from zoo.tensor import Plan, Rule
+        from zoo.tensor.families.pieces import perceptron, vocabulary
+
+        config = self.config
+        return Plan(
+            name="byte_lm",
+            sizes=(("head", config.heads), ("vocab", NUM_BYTES)),
+            rules=(
+                *vocabulary("token", head="head"),
+                Rule(module="blocks.*.qkv", rows="part=3 head dim", cut="head"),
+                Rule(module="blocks.*.project", columns="head dim", cut="head"),
+                *(perceptron("blocks.*.widen", down="blocks.*.narrow") if config.mlp is None else ()),
+            ),
+            layers="blocks.*",
+        )
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T) byte values to (B, T, V)."""

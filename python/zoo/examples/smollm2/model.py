@@ -11,6 +11,7 @@ Touvron et al. 2023, "LLaMA", section 2.2; Su et al. 2021, "RoFormer", section 3
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +97,7 @@ class Attention(nn.Module):
             for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        shared = self.config.heads // self.config.key_value_heads
+        shared = q.shape[1] // k.shape[1]
         # Repeated by hand: torch's kernels for processors do not group queries themselves.
         k, v = (t.repeat_interleave(shared, dim=1) for t in (k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -177,6 +178,23 @@ class Llama(nn.Module):
         self.lm_head = Linear(config.width, config.vocabulary)
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def tensor_plan(self) -> Any:
+        """A :class:`zoo.tensor.Plan`: how the model is cut over ranks of the axis "tensor"."""
+        from zoo.tensor import Plan
+        from zoo.tensor.families.pieces import attention, perceptron, vocabulary
+
+        config, layer = self.config, "model.layers.*"
+        return Plan(
+            name="smollm2",
+            sizes=(("head", config.heads), ("kv", config.key_value_heads), ("vocab", config.vocabulary)),
+            rules=(
+                *vocabulary("model.embed_tokens"),
+                *attention(f"{layer}.self_attn", "q_proj", "k_proj", "v_proj", "o_proj"),
+                *perceptron(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj", down=f"{layer}.mlp.down_proj"),
+            ),
+            layers=layer,
+        )
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits (B, T, V) of what follows ``tokens`` (B, T) int64, or, given it as ``targets``, the mean loss in nats.
