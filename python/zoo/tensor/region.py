@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zoo.comm import Communicator
 
@@ -56,6 +57,8 @@ class Region:
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Σ over ranks of x, in the memory of ``x`` where that is contiguous; gradients pass as they are."""
         self.rest()
+        if not has_values(x):
+            return x
         x = x.contiguous()
         if not (torch.is_grad_enabled() and x.requires_grad):  # as for each token: a step of autograd costs more
             self.comm.all_reduce(x).wait()
@@ -72,12 +75,19 @@ class Region:
             x: (…, sizes[rank]). sizes: of every rank.
         """
         self.rest()
+        if not has_values(x):
+            return x.new_empty(*x.shape[:-1], sum(sizes))
         found: torch.Tensor = _Gather.apply(x, self.comm, sizes)
         return found
 
     def scatter(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """x[…, start:stop] of a whole x that every rank has; ranks' gradients of it are added up."""
         return self.enter(x)[..., start:stop]
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Whether there is something to send: not in a model that is built on "meta", or run to see its shapes."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 class _Enter(torch.autograd.Function):

@@ -87,10 +87,11 @@ class SequenceRegion(Region):
         self.tokens: Tokens | None = None
         self._latest: Tokens | None = None
         self._gathered: torch.Tensor | None = None
+        self._begun = False
 
     def begin(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's tokens, from here to :meth:`end`."""
-        self._latest = None
+        self._latest, self._begun = None, True
         if not torch.is_grad_enabled() or x.shape[-2] < self.comm.size:
             return x
         self._latest = Tokens(x.shape[-2], self.comm)
@@ -100,7 +101,16 @@ class SequenceRegion(Region):
         return found
 
     def layer(self) -> None:
-        """A layer begins, perhaps once more to compute what its backward needs."""
+        """A layer begins, perhaps once more to compute what its backward needs.
+
+        Raises:
+            ValueError: the first of the layers never ran here, as in a later stage of a pipeline.
+        """
+        if not self._begun:
+            raise ValueError(
+                "sequence parallelism where the first of the layers is on another rank, as in a pipeline: nobody knows "
+                "here which tokens arrive. Split the model without sequence=True."
+            )
         self.tokens = self._latest
 
     def out(self) -> None:
