@@ -109,8 +109,7 @@ class Column(Layer):
         if part.rows is not None:
             weight = _at(weight, part.rows, 1 if part.turned else 0)
             bias = None if bias is None else _at(bias, part.rows, 0)
-        y = _product(part, part.region.enter(x), weight, bias)
-        part.region.inside = True
+        y = _product(part, part.region.go_in(x), weight, bias)
         if part.take is not None:
             y = _at(y, part.take, -1)
         if part.sizes is not None and self.__dict__.get(KEEP, False):
@@ -132,7 +131,7 @@ class Row(Layer):
             ((start, stop),) = part.cut.runs
             x = part.region.scatter(x, start, stop)
         y = part.region.leave(_product(part, x, self.weight, None))
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # under autocast as where the product adds it
 
 
 class Vocabulary(Layer, nn.Embedding):

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from zoo.comm import Communicator, together
+from zoo.comm import Communicator
 from zoo.layout import Box, Boxes, StateSlice, boxes_of, logical_name, split_of
+from zoo.tensor.agreement import all_or_none
 from zoo.tensor.layers import part_of
 
 _PIECE_BYTES = 4 << 20
@@ -78,13 +79,14 @@ def load(
     model: nn.Module, source: Source, *, comm: Communicator | None = None, strict: bool = True,
     rename: Callable[[str], str] | None = None, device: torch.device | str = "cpu",
 ) -> list[str]:  # fmt: skip
-    """Fill a model, split or not, from whole tensors. Collective over ``comm`` where it is given.
+    """Fill a model, split or not, from whole tensors. Collective over the ranks of its axis, or ``comm``.
 
     Args:
         model: with values, which are written over, or on the meta device.
         source: names are those of the model; where all of them lack its ``base_model_prefix``, or have it and the model
             does not, that is taken into account.
-        comm: ranks that load together: a failure on one is raised on all, before any of them has changed.
+        comm: ranks that load together; by default those that have parts of the model. A failure on one is raised on
+            all; of what does not fit, before any of them has changed.
         strict: the source has every tensor of the model and no other. False: what is missing stays as it was.
         rename: from a name in the source to one of the model.
         device: where parameters on the meta device get their memory.
@@ -100,23 +102,20 @@ def load(
     def check() -> tuple[list[tuple[_Wanted, str]], list[str]]:
         return _matched(model, wanted, source, strict=strict, rename=rename)
 
-    if comm is None:
-        matched, unused = check()
-    else:
-        matched, unused = _together(comm, "loading a split model", check)
+    comm = _comm_of(model) if comm is None else comm
+    matched, unused = all_or_none(comm, "loading a split model", check)
 
     def fill() -> None:
         for want, name in matched:
             _fill(want, source, name, torch.device(device))
 
-    fill() if comm is None else _together(comm, "reading its tensors", fill)
+    all_or_none(comm, "reading its tensors", fill)
     return unused
 
 
-def _together(comm: Communicator, what: str, work: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    together(comm, what, lambda: found.append(work()), error=lambda told, ranks: ValueError(told), plain=ValueError)
-    return found[0]
+def _comm_of(model: nn.Module) -> Communicator | None:
+    """Of the ranks that have its parts; None where it is whole."""
+    return next((part.region.comm for module in model.modules() if (part := part_of(module)) is not None), None)
 
 
 def _wanted(model: nn.Module) -> list[_Wanted]:

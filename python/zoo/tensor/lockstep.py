@@ -69,7 +69,7 @@ class _Meeting:
 
 
 class _Lockstep(Communicator):
-    """The two collectives that split models use, on tensors of this process."""
+    """The collectives that split models use, on tensors of this process."""
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank, self.size, self.backend = rank, meeting.barrier.parties, "lockstep"
@@ -90,4 +90,12 @@ class _Lockstep(Communicator):
         parts = self._meeting.exchange(self.rank, f"parts of {tuple(shard.shape)}", shard.detach().clone())
         with torch.no_grad():
             full.copy_(torch.cat(parts))
+        return DONE
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
+        """This rank's share of what is added up in the order of ranks."""
+        parts = self._meeting.exchange(self.rank, f"shares of {tuple(full.shape)}", full.detach().clone())
+        with torch.no_grad():
+            mine = [part.view(self.size, -1)[self.rank] for part in parts]
+            out.copy_(sum(mine[1:], mine[0]).mul(scale))
         return DONE

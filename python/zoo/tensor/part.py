@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from zoo.comm import Communicator
 from zoo.parts import Environment
+from zoo.tensor.agreement import all_or_none
 from zoo.tensor.config import TensorParallelConfig
 from zoo.tensor.huggingface import plan_of
 from zoo.tensor.loss import in_parts
@@ -47,13 +49,17 @@ class TensorParallelPart:
             )
         if degree == 1:
             return
-        if self.plan is None:
+        comm, grain, sequence = Communicator.of_axes(mesh, [AXIS]), self.section.tp.tp_grain_size, self.section.sequence
+
+        def proved() -> Plan:
             own = getattr(module, "tensor_plan", None)
-            self.plan = own() if callable(own) else plan_of(module)
-        grain = self.section.tp.tp_grain_size
-        if self.section.prove and hasattr(getattr(module, "config", None), "model_type"):
-            prove(module, module.config, self.plan, degree, grain=grain)
-        split(module, self.plan, mesh, grain=grain, sequence=self.section.sequence)
+            plan = self.plan or (own() if callable(own) else plan_of(module))
+            if self.section.prove and hasattr(getattr(module, "config", None), "model_type"):
+                prove(module, module.config, plan, degree, grain=grain, sequence=sequence)
+            return plan
+
+        self.plan = all_or_none(comm, "finding a tensor-parallel plan", proved)
+        split(module, self.plan, mesh, grain=grain, sequence=sequence)
         if self.section.vocab_parallel_lm_head:
             in_parts(module)
         _log.info("cut over %d ranks by %s", degree, self.plan)

@@ -28,7 +28,7 @@ from zoo.layout import boxes_of, split_of
 from zoo.tensor import lockstep
 from zoo.tensor.plans import Plan
 from zoo.tensor.shrinking import shrunken
-from zoo.tensor.splitting import split
+from zoo.tensor.splitting import split_alone
 
 BOUND = 1e-9
 """Of a difference, as a share of the largest number that it could have changed."""
@@ -54,13 +54,14 @@ _PROVED: dict[Any, Proof | str] = {}
 
 
 def prove(
-    model: nn.Module | type[nn.Module], config: Any, plan: Plan, degree: int, *, training: bool = True, grain: int = 1
-) -> Proof:
+    model: nn.Module | type[nn.Module], config: Any, plan: Plan, degree: int, *, training: bool = True, grain: int = 1,
+    sequence: bool = False,
+) -> Proof:  # fmt: skip
     """Compare a small model of the same class, whole and split by ``plan``. No rank talks to another one.
 
     Args:
         model: of transformers, or its class. config: its configuration.
-        plan: with the sizes of ``config``. degree, training, grain: as :func:`zoo.tensor.split` gets them.
+        plan: with the sizes of ``config``. degree, training, grain, sequence: as :func:`zoo.tensor.split` gets them.
 
     Returns:
         What was found; the same plan of the same model is proved once in a process.
@@ -70,10 +71,10 @@ def prove(
     """
     kind = model if isinstance(model, type) else type(model)
     how = getattr(config, "_attn_implementation", None)  # which is not in the JSON
-    key = (kind, config.to_json_string(use_diff=False), how, plan, degree, training, grain)
+    key = (kind, config.to_json_string(use_diff=False), how, plan, degree, training, grain, sequence)
     if key not in _PROVED:
         try:
-            _PROVED[key] = _prove(kind, config, plan, degree, training, grain)
+            _PROVED[key] = _prove(kind, config, plan, degree, training, grain, sequence)
         except ValueError as error:
             _PROVED[key] = str(error)
     found = _PROVED[key]
@@ -82,7 +83,9 @@ def prove(
     return found
 
 
-def _prove(kind: type[nn.Module], config: Any, plan: Plan, degree: int, training: bool, grain: int) -> Proof:
+def _prove(
+    kind: type[nn.Module], config: Any, plan: Plan, degree: int, training: bool, grain: int, sequence: bool
+) -> Proof:  # fmt: skip
     what = f"plan {plan.name!r} of {kind.__name__} at degree {degree}"
     small = shrunken(config, plan, degree, grain)
 
@@ -104,7 +107,7 @@ def _prove(kind: type[nn.Module], config: Any, plan: Plan, degree: int, training
 
     def one(comm: Communicator) -> tuple[float, float]:
         mine = copies[comm.rank]
-        split(mine, small.plan, comm, training=training, grain=grain)
+        split_alone(mine, small.plan, comm, training=training, grain=grain, sequence=sequence)
         found = _compute(mine, steps, training)
         outputs = 0.0
         for name, value in expected.outputs.items():
@@ -150,7 +153,7 @@ def _near(found: torch.Tensor, expected: torch.Tensor, scale: float, name: str, 
 def random_model(kind: type[nn.Module], config: Any) -> nn.Module:
     """A model in fp64 whose parameters are random, each one, and the same ones each time; not for training."""
     with torch.random.fork_rng(devices=[]), _exact():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would set those of devices too
         model = kind(config).double().eval()
         with torch.no_grad():
             for parameter in model.parameters():

@@ -10,12 +10,30 @@ then over ranks once.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zoo.comm import Communicator
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(method: F) -> F:
+    """A method that no compiler looks into: it sends, or changes what the region knows."""
+
+    @functools.wraps(method)
+    def called(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            from zoo.tensor.outside import call
+
+            return call(method, *args)
+        return method(*args)
+
+    return called  # type: ignore[return-value]
 
 
 class Region:
@@ -31,29 +49,39 @@ class Region:
         """A mask of a whole tensor is being drawn."""
         self.inside = False
         """Tensors are parts now: after a column-parallel layer and before a row-parallel one."""
-        self._entered: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        self._entered: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        """What came in, as which version, and what was made of it; emptied by the way out."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         if id(self) not in memo:
             memo[id(self)] = type(self)(self.comm)
         return memo[id(self)]  # type: ignore[no-any-return]
 
+    @eager
+    def go_in(self, x: torch.Tensor) -> torch.Tensor:
+        """:meth:`enter`, into a column-parallel layer."""
+        self.inside = True
+        return self.enter(x)
+
+    @eager
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """x, whose gradient is the sum of all ranks'. Of the same x as before, with nothing left in between, it is the
         tensor of before."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        before = self._entered
-        if before is not None and before[0] is x and before[1] == x._version:
-            return before[2]
+        for before, version, found in self._entered:
+            if before is x and version == x._version:
+                return found
         entered: torch.Tensor = _Enter.apply(x, self.comm)
-        self._entered = (x, x._version, entered)
+        self._entered.append((x, x._version, entered))
         return entered
 
+    @eager
     def rest(self) -> None:
         """Outputs stay parts, and nothing follows that would sum or gather them: what came in is let go."""
-        self._entered, self.inside = None, False
+        self._entered, self.inside = [], False
 
+    @eager
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Σ over ranks of x, in the memory of ``x`` where that is contiguous; gradients pass as they are."""
         self.rest()
@@ -66,6 +94,7 @@ class Region:
         found: torch.Tensor = _Leave.apply(x, self.comm)
         return found
 
+    @eager
     def gather(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """(…, Σ sizes): the last dims of all ranks, side by side; of the gradient each rank takes its own part.
 
@@ -111,13 +140,14 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
+        # The identity; for a gradient of gradients, which are each rank's own, it is a way in.
+        return (_Enter.apply(grad, ctx.comm) if torch.is_grad_enabled() else grad), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Communicator, sizes: list[int]) -> torch.Tensor:
-        ctx.mine = slice(sum(sizes[: comm.rank]), sum(sizes[: comm.rank + 1]))
+        ctx.comm, ctx.sizes = comm, sizes
         rows, most = x.numel() // max(x.shape[-1], 1), max(sizes)
         mine = x.new_zeros(rows, most)
         mine[:, : x.shape[-1]] = x.reshape(rows, -1)
@@ -128,4 +158,17 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad[..., ctx.mine].contiguous(), None, None
+        return _Mine.apply(grad, ctx.comm, ctx.sizes), None, None
+
+
+class _Mine(torch.autograd.Function):
+    """This rank's columns of what all ranks have; the gradient of :class:`_Gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, sizes: list[int]) -> torch.Tensor:
+        ctx.comm, ctx.sizes = comm, sizes
+        return x.narrow(-1, sum(sizes[: comm.rank]), sizes[comm.rank]).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Gather.apply(grad, ctx.comm, ctx.sizes), None, None

@@ -5,31 +5,39 @@ Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
 and their activations are kept once. The way into a block gathers tokens (its gradient: summed and scattered), the way
 out sums and scatters them (its gradient: gathered). Together they send what two sums send.
 
-Before the first layer tokens are scattered, after the last one gathered. Where T is less than the degree, as in a step
-of decoding, and where no gradients are computed, ranks have all tokens as without it.
+Before the first layer tokens are scattered, after the last one gathered. Where no gradients are computed and the model
+is not in training, as in a step of decoding, ranks have all tokens as without it.
+
+A layer's own forward does this, not hooks of the module: what computes a layer again in backward may call its forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from zoo.comm import Communicator
-from zoo.tensor.region import Region
-from zoo.tensor.shares import Run, deal
+from zoo.tensor.dropout import WholeMasks
+from zoo.tensor.layers import Layer, become
+from zoo.tensor.region import Region, eager
+from zoo.tensor.shares import Run
 
 Way = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Tokens:
-    """Which tokens this rank has between blocks. T is dim -2 of (…, T, C)."""
+    """Which tokens this rank has between blocks; none, where there are fewer than ranks. T is dim -2 of (…, T, C)."""
 
     def __init__(self, total: int, comm: Communicator) -> None:
         self.total, self.comm = total, comm
-        self.runs = [deal(total, comm.size, rank) for rank in range(comm.size)]
+        each, more = divmod(total, comm.size)
+        starts = [rank * each + min(rank, more) for rank in range(comm.size + 1)]
+        self.runs = list(pairwise(starts))
         self.most = max(stop - start for start, stop in self.runs)
 
     @property
@@ -67,12 +75,12 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
-        ctx.back = back
+        ctx.there, ctx.back = there, back
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.back(grad), None, None
+        return _Moved.apply(grad, ctx.back, ctx.there), None, None
 
 
 class SequenceRegion(Region):
@@ -87,37 +95,36 @@ class SequenceRegion(Region):
         self.tokens: Tokens | None = None
         self._latest: Tokens | None = None
         self._gathered: torch.Tensor | None = None
-        self._begun = False
 
+    @eager
     def begin(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's tokens, from here to :meth:`end`."""
-        self._latest, self._begun = None, True
-        if not torch.is_grad_enabled() or x.shape[-2] < self.comm.size:
-            return x
-        self._latest = Tokens(x.shape[-2], self.comm)
-        tokens = self._latest
+        self._latest = tokens = Tokens(x.shape[-2], self.comm)
         # All ranks have the same x: each gives its tokens' gradient.
         found: torch.Tensor = _Moved.apply(x, tokens.take, tokens.gather)
         return found
 
+    @eager
     def layer(self) -> None:
         """A layer begins, perhaps once more to compute what its backward needs.
 
         Raises:
-            ValueError: the first of the layers never ran here, as in a later stage of a pipeline.
+            ValueError: the first of the layers never ran here: a layer by itself, or a later stage of a pipeline.
         """
-        if not self._begun:
+        if self._latest is None:
             raise ValueError(
-                "sequence parallelism where the first of the layers is on another rank, as in a pipeline: nobody knows "
-                "here which tokens arrive. Split the model without sequence=True."
+                "a layer of a model with sequence=True runs where the first of them has not: nobody knows which "
+                "tokens arrive. Call the whole model; in a pipeline, split it without sequence=True."
             )
         self.tokens = self._latest
 
+    @eager
     def out(self) -> None:
         """A layer ends, or stops in its midst: what is computed again ends where nothing more is needed."""
         self.tokens = self._gathered = None
-        self.inside = False
+        self.rest()
 
+    @eager
     def end(self, x: torch.Tensor) -> torch.Tensor:
         """All tokens again."""
         if self.tokens is None:
@@ -126,6 +133,7 @@ class SequenceRegion(Region):
         found: torch.Tensor = _Moved.apply(x, self.tokens.gather, self.tokens.take)
         return found
 
+    @eager
     def come(self, x: torch.Tensor) -> torch.Tensor:
         """Into a block.
 
@@ -138,14 +146,16 @@ class SequenceRegion(Region):
         if x.shape[-2] != tokens.mine[1] - tokens.mine[0]:
             raise ValueError(
                 f"a tensor of shape {tuple(x.shape)} where this rank has {tokens.mine[1] - tokens.mine[0]} tokens of "
-                f"{tokens.total}. Forwards whose layers are computed again have one number of tokens until backward."
+                f"{tokens.total}, in a layer with sequence=True. Tokens are dim -2 of what a block gets; and forwards "
+                "whose layers are computed again have one number of tokens until backward."
             )
         # Ranks use all tokens differently: gradients are summed.
         self._gathered = _Moved.apply(x, tokens.gather, tokens.scatter)
         return self._gathered
 
+    @eager
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        if self._gathered is None:
+        if self.tokens is None:
             return super().enter(x)
         if x is not self._gathered:
             raise ValueError(
@@ -154,51 +164,72 @@ class SequenceRegion(Region):
             )
         return x
 
+    @eager
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        if self._gathered is None or self.tokens is None:
+        if self.tokens is None:
             return super().leave(x)
-        self._entered, self.inside, self._gathered = None, False, None
+        if self._gathered is None:
+            raise AssertionError(f"rank {self.comm.rank}: a block sums tokens that it has not gathered")
+        self._gathered = None
+        self.rest()
         found: torch.Tensor = _Moved.apply(x, self.tokens.scatter, self.tokens.gather)
         return found
 
 
-def share_tokens(layers: list[nn.Module], blocks: list[nn.Module], region: SequenceRegion) -> None:
-    """Hooks: tokens are scattered before the first layer and gathered after the last; blocks gather their inputs.
+class TokenLayer(Layer):
+    """A repeated layer, between whose blocks each rank has a share of the tokens."""
 
-    Args:
-        layers: the repeated layers, in order; the first argument of each is what the one before returns.
-        blocks: in them, what has column-parallel layers, which its input goes to as it is.
-    """
-    hooks = _Hooks(region)
-    layers[0].register_forward_pre_hook(hooks.begin, with_kwargs=True)
-    layers[-1].register_forward_hook(hooks.end)
-    for layer in layers:
-        layer.register_forward_pre_hook(hooks.layer)
-        layer.register_forward_hook(hooks.out, always_call=True)
-    for block in blocks:
-        block.register_forward_pre_hook(hooks.come, with_kwargs=True)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        place: Place = self.__dict__[_PLACE]
+        if not (self.training or torch.is_grad_enabled()):
+            return super().forward(*args, **kwargs)
+        region = place.region
+        if place.first:
+            args, kwargs = _first(args, kwargs, region.begin)
+        region.layer()
+        masks = place.masks
+        if masks is not None:
+            masks.begin(self, args)
+        try:
+            found = super().forward(*args, **kwargs)
+            if place.last and isinstance(found, tuple):
+                return (region.end(found[0]), *found[1:])
+            return region.end(found) if place.last else found
+        finally:
+            region.out()
+            if masks is not None:
+                masks.end(self, args, None)
 
 
-class _Hooks:
+_PLACE = "_zoo_place"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a layer among layers. masks: for what it drops of its share of the tokens; None where it drops nothing."""
+
+    region: SequenceRegion
+    masks: WholeMasks | None
+    first: bool
+    last: bool
+
+    def give(self, layer: nn.Module) -> None:
+        """Make ``layer`` one of those."""
+        become(layer, TokenLayer, None)
+        layer.__dict__[_PLACE] = self
+
+
+def gather_tokens(block: nn.Module, region: SequenceRegion) -> None:
+    """A hook: ``block``, in a layer, has column-parallel layers, and gathers the input that they get as it is."""
+    block.register_forward_pre_hook(_Coming(region), with_kwargs=True)
+
+
+class _Coming:
     def __init__(self, region: SequenceRegion) -> None:
         self._region = region
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _first(args, kwargs, self._region.begin)
-
-    def layer(self, module: nn.Module, args: Any) -> None:
-        self._region.layer()
-
-    def come(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _first(args, kwargs, self._region.come)
-
-    def out(self, module: nn.Module, args: Any, found: Any) -> None:
-        self._region.out()
-
-    def end(self, module: nn.Module, args: Any, found: Any) -> Any:
-        if isinstance(found, tuple):
-            return (self._region.end(found[0]), *found[1:])
-        return self._region.end(found)
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

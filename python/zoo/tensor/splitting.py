@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator
-from zoo.layout import Box, Boxes, declare_partial, declare_split, split_of
+from zoo.layout import Box, Boxes, declare_partial, declare_split
+from zoo.tensor.agreement import all_or_none, description
 from zoo.tensor.dims import Dims
 from zoo.tensor.dropout import Dealt, WholeMasks, drops
 from zoo.tensor.layers import Column, Direct, Features, Inside, Layer, Part, Row, Vocabulary, become, part_of
 from zoo.tensor.plans import AXIS, Count, Cut, Plan, Rule, Take, matches
 from zoo.tensor.region import Region
-from zoo.tensor.sequence import SequenceRegion, share_tokens
+from zoo.tensor.sequence import Place, SequenceRegion, gather_tokens
 from zoo.tensor.shares import HEAD, KV, QUERY
 
 LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", "FalconLinear")
@@ -72,55 +73,129 @@ def split(
     Raises:
         ValueError: the plan does not fit the model or the degree. Nothing was changed.
     """
-    comm = Communicator.of_axes(mesh, [axis]) if hasattr(mesh, "mesh_dim_names") else mesh
-    setting, region = Setting(comm, training, grain), SequenceRegion(comm) if sequence else Region(comm)
-    layers = _layers(model, plan) if sequence else []
-    changes = _changes(model, plan, setting, region)
-    counts = _counts(model, plan, setting)
-    takes = _takes(model, plan, setting)
+    comm = mesh if isinstance(mesh, Communicator) else Communicator.of_axes(_with_names(mesh), [axis])
+
+    def prepare() -> _Prepared:
+        return _prepared(model, plan, comm, training, grain, sequence)
+
+    def alike(_: _Prepared) -> dict[str, Any]:
+        return {"plan": plan.as_data(), "setting": (training, grain, sequence), **description(model)}
+
+    prepared = all_or_none(comm, "splitting a model", prepare, alike)
     if comm.size == 1:
-        return region
+        return prepared.region
     if comm is not mesh:
         comm.share_memory()
-    done: dict[int, str] = {}
-    for change in changes:
+    return _apply(model, plan, prepared, axis)
+
+
+def split_alone(
+    model: nn.Module, plan: Plan, comm: Any, *, training: bool = True, grain: int = 1, sequence: bool = False
+) -> Region:  # fmt: skip
+    """The same, of a rank that asks no other one whether it agrees."""
+    prepared = _prepared(model, plan, comm, training, grain, sequence)
+    return prepared.region if comm.size == 1 else _apply(model, plan, prepared, AXIS)
+
+
+def _with_names(mesh: Any) -> Any:
+    if not getattr(mesh, "mesh_dim_names", None):
+        raise ValueError(
+            f"split got {mesh!r} as its mesh; it takes a DeviceMesh with named dims, as "
+            "init_device_mesh('cpu', (1, 2), mesh_dim_names=('data', 'tensor')) makes it, or a Communicator."
+        )
+    return mesh
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What will be done, after everything was checked."""
+
+    region: Region
+    setting: Setting
+    changes: list[_Change]
+    counts: list[Callable[[], None]]
+    takes: list[Callable[[], Any]]
+    tokens: _Tokens | None
+
+
+def _prepared(
+    model: nn.Module, plan: Plan, comm: Communicator, training: bool, grain: int, sequence: bool
+) -> _Prepared:  # fmt: skip
+    setting, region = Setting(comm, training, grain), SequenceRegion(comm) if sequence else Region(comm)
+    changes = _changes(model, plan, setting, region)
+    tokens = _tokens(model, plan, changes) if sequence else None
+    return _Prepared(region, setting, changes, _counts(model, plan, setting), _takes(model, plan, setting), tokens)
+
+
+def _apply(model: nn.Module, plan: Plan, prepared: _Prepared, axis: str) -> Region:
+    region, done = prepared.region, dict[int, str]()
+    for change in prepared.changes:
         for parameter, dim, cut in change.parameters:
             if done.setdefault(id(parameter), change.path) == change.path:
                 _cut(parameter, dim, cut, axis)
         become(change.module, change.kind, change.part)
         if change.part is not None:
             _resize(change.module, change.part, change.kind)
-    for apply in [*counts, *takes]:
+    for apply in [*prepared.counts, *prepared.takes]:
         apply()
-    _draw_whole_masks(changes, plan, setting, region, model)
-    if isinstance(region, SequenceRegion):
-        _share_tokens(changes, layers, region, model, axis)
+    _draw_whole_masks(prepared.changes, plan, prepared.setting, region, model)
+    if isinstance(region, SequenceRegion) and prepared.tokens is not None:
+        _share_tokens(*prepared.tokens, region, axis)
     return region
 
 
-def _layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
-    found = [(path, module) for path, module in model.named_modules() if plan.layers and matches(plan.layers, path)]
-    if not found:
-        raise ValueError(f"sequence=True with plan {plan.name!r}, which names no layers that the model has.")
-    return found
+_Tokens = tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]], list[nn.Parameter]]
+"""Layers and blocks in them, by path, and parameters that see a share of the tokens alone."""
+
+
+def _tokens(model: nn.Module, plan: Plan, changes: list[_Change]) -> _Tokens:
+    """Raises ValueError for a model that is not made of layers whose blocks can gather tokens."""
+    why = f"sequence=True with plan {plan.name!r}"
+    layers = [(path, module) for path, module in model.named_modules() if plan.layers and matches(plan.layers, path)]
+    if not layers:
+        raise ValueError(f"{why}, which names no layers that the model has.")
+    inside = tuple(f"{path}." for path, _ in layers)
+    mine = [change for change in changes if change.path.startswith(inside)]
+    for change in mine:
+        if change.kind in (Inside, Direct):
+            raise ValueError(f"{why}: {change.path} reads what is computed from all tokens. Leave sequence=True out.")
+    paths = dict.fromkeys(change.path.rpartition(".")[0] for change in mine if change.kind is Column)
+    for path, _ in layers:
+        if path in paths:
+            raise ValueError(
+                f"{why}: matrices of {path} are not in modules of their own in it, which could gather tokens for them. "
+                "Leave sequence=True out."
+            )
+    blocks = [(path, model.get_submodule(path)) for path in paths]
+    ruled = {id(parameter) for change in mine for parameter, _, _ in change.parameters}
+    rows = {id(change.module) for change in mine if change.kind is Row}
+    for path, block in blocks:
+        for inner in block.modules():
+            if id(inner) not in rows and any(id(p) not in ruled for p in inner.parameters(recurse=False)):
+                raise ValueError(
+                    f"{why}: in {path} a {type(inner).__name__} without a rule sees all tokens, and its gradient would "
+                    "be summed twice. Leave sequence=True out."
+                )
+    whole = [p for _, layer in layers for p in layer.parameters() if id(p) not in ruled]
+    return layers, blocks, whole
 
 
 def _share_tokens(
-    changes: list[_Change], layers: list[tuple[str, nn.Module]], region: SequenceRegion, model: nn.Module, axis: str
+    layers: list[tuple[str, nn.Module]], blocks: list[tuple[str, nn.Module]], whole: list[nn.Parameter],
+    region: SequenceRegion, axis: str,
 ) -> None:  # fmt: skip
-    inside = tuple(f"{path}." for path, _ in layers)
-    paths = [c.path.rpartition(".")[0] for c in changes if c.kind is Column and c.path.startswith(inside)]
-    share_tokens([layer for _, layer in layers], [model.get_submodule(path) for path in dict.fromkeys(paths)], region)
-    dealt = {id(parameter) for change in changes for parameter, _, cut in change.parameters if cut is not None}
-    for path, layer in layers:
+    ids = {id(parameter) for parameter in whole}
+    for parameter in whole:  # each rank sees its own tokens
+        declare_partial(parameter, [axis])
+    for _, block in blocks:
+        gather_tokens(block, region)
+    for number, (path, layer) in enumerate(layers):
         for module in layer.modules():
-            whole = [p for p in module.parameters(recurse=False) if id(p) not in dealt and not split_of(p).partial]
-            for parameter in whole:  # each rank sees its own tokens
-                declare_partial(parameter, [axis])
-            if whole and not isinstance(module, Layer):
+            own = any(id(p) in ids for p in module.parameters(recurse=False))
+            if own and module is not layer and not isinstance(module, Layer):
                 become(module, Layer, None)
-        if drops(layer):
-            WholeMasks(path, region, None, ()).attach(layer)
+        masks = WholeMasks(path, region, None, ()) if drops(layer) else None
+        Place(region, masks, number == 0, number == len(layers) - 1).give(layer)
 
 
 def _draw_whole_masks(

@@ -11,7 +11,7 @@ from torch import nn
 from zoo.layout import split_of
 from zoo.tensor.layers import Column, Inside, Row, Vocabulary, part_of
 from zoo.tensor.plans import Plan
-from zoo.tensor.splitting import split
+from zoo.tensor.splitting import split_alone
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def summary(model: nn.Module, plan: Plan, degree: int, *, training: bool = True,
     ranks = []
     for rank in range(degree):
         mine, comm = copy.deepcopy(model), _Rank(degree, rank)
-        split(mine, plan, comm, training=training, grain=grain)
+        split_alone(mine, plan, comm, training=training, grain=grain)
         ranks.append(mine)
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}

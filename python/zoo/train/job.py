@@ -436,9 +436,9 @@ def tag_of(step: int) -> str:
 def validate(engine: Engine, dataset: Dataset[Any]) -> float:
     """Mean loss over a whole data set, the same on all ranks. A collective.
 
-    Batches of the size of a micro-batch are dealt in turn to the ranks, or to those that see a sample together. A rank whose turn comes after the last batch
-    runs the first once more and does not count it, because at stage 3 a forward needs all ranks. Losses stay on the
-    device until the end.
+    Batches of the size of a micro-batch are dealt in turn to the ranks, or to those that see a sample together. A rank
+    whose turn comes after the last batch runs the first once more and does not count it, because at stage 3 a forward
+    needs all ranks. Losses stay on the device until the end.
     """
     count, size = len(dataset), engine.config.train_micro_batch_size_per_gpu  # type: ignore[arg-type]
     if count == 0:

@@ -1,0 +1,65 @@
+"""Ranks that split a model together have the same model and the same plan, or are told before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from zoo.comm import Communicator, together
+
+T = TypeVar("T")
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def all_or_none(
+    comm: Communicator | None, what: str, work: Callable[[], T], said: Callable[[T], Any] | None = None
+) -> T:
+    """What ``work`` returns, after all ranks have come so far. Collective over ``comm``, if there is one.
+
+    Args:
+        what: the subject of the error's sentence. said: of what is returned, {subject: what all ranks have alike}.
+
+    Raises:
+        ValueError: on all ranks, where it raised on some, or what they say differs.
+    """
+    if comm is None or comm.size == 1:
+        return work()
+    found: list[T] = []
+
+    def run() -> Any:
+        found.append(work())
+        return None if said is None else said(found[0])
+
+    everyone = together(comm, what, run, error=lambda told, ranks: ValueError(told), plain=ValueError)
+    if said is not None:
+        first = everyone[0]
+        for rank, other in enumerate(everyone):
+            differs = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+            if differs:
+                more = f" and {len(differs) - 1} more" if len(differs) > 1 else ""
+                raise ValueError(
+                    f"{what} failed: rank {rank} of the axis has another {differs[0]} than rank 0{more}. All its ranks "
+                    "make the same model (one seed, or one checkpoint) and split it alike. Nothing was changed."
+                )
+    return found[0]
+
+
+def description(model: nn.Module) -> dict[str, Any]:
+    """By name: shape, dtype and a checksum of every parameter and buffer."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    sums = [_checksum(tensor.detach()) for tensor in tensors.values()]
+    values = torch.stack([s.cpu() for s in sums]).tolist() if sums else []
+    return {
+        f"tensor {name}": (tuple(tensor.shape), str(tensor.dtype), tensor.is_meta, value)
+        for (name, tensor), value in zip(tensors.items(), values, strict=True)
+    }
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of its bits as integers, which wraps around; 0 of what has no values."""
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
+        return torch.zeros((), dtype=torch.int64)
+    return tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)

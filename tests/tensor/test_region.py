@@ -1,0 +1,94 @@
+"""Ways in and out: gradients of gradients, autocast, and blocks that are compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.processes import run_ranks
+from tests.tensor.gradients import whole_gradients
+from tests.tensor.models import Decoder, Shape, plan_of
+
+from zoo import sim
+from zoo.comm import Communicator
+from zoo.tensor import split
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_of_gradients_are_those_of_the_whole_model(sequence: bool) -> None:
+    """A penalty on gradients of the inputs of a layer: each of the ways has a gradient, which has one."""
+    shape = Shape(heads=3, kv=1, layers=2)
+    x = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def run(model: Decoder) -> torch.Tensor:
+        given = x.clone().requires_grad_()
+        hidden = given
+        for block in model.blocks:
+            hidden = block(hidden)
+        out = model.head(hidden)
+        (grad,) = torch.autograd.grad(out.square().sum(), given, create_graph=True)
+        grad.square().sum().backward()
+        assert given.grad is not None
+        return given.grad
+
+    whole = Decoder(shape)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = run(whole)
+        named = {name: p.grad for name, p in whole.named_parameters()}
+
+        def fn(rank: int) -> None:
+            model, comm = Decoder(shape), Communicator()
+            split(model, plan_of(shape), comm, sequence=sequence)
+            torch.testing.assert_close(run(model), expected, rtol=1e-9, atol=1e-11)
+            found = whole_gradients(model, comm)
+            for name, grad in named.items():
+                if grad is not None:
+                    torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-10, msg=name)
+
+        sim.run(2, fn, seed=0)
+
+
+def test_under_autocast_a_row_parallel_layer_has_the_dtype_of_a_linear_one() -> None:
+    shape = Shape()
+
+    def dtypes(model: Decoder) -> list[torch.dtype]:
+        found: list[torch.dtype] = []
+        for name, module in model.named_modules():
+            if name.endswith(("out", "down", "up")):
+                module.register_forward_hook(lambda m, a, y: found.append(y.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            model.float()(torch.zeros(1, 3, dtype=torch.long))
+        return found
+
+    expected = dtypes(Decoder(shape))
+    assert set(expected) == {torch.bfloat16}
+
+    def fn(rank: int) -> None:
+        model = Decoder(shape)
+        split(model, plan_of(shape), Communicator())
+        assert dtypes(model) == expected
+
+    sim.run(2, fn, seed=0)
+
+
+def compiled(rank: int, sequence: bool) -> None:
+    shape = Shape(heads=3, kv=1)
+    ids = torch.randint(shape.vocab, (2, 5), generator=torch.Generator().manual_seed(0))
+    whole = Decoder(shape)
+    whole(ids).square().sum().backward()
+    model, comm = Decoder(shape), Communicator()
+    split(model, plan_of(shape), comm, sequence=sequence)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    for _ in range(2):
+        model.zero_grad()
+        model(ids).square().sum().backward()
+        found = whole_gradients(model, comm)
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+def test_compiled_blocks_compute_the_same(sequence: bool) -> None:
+    """A graph breaks where ranks send. Of processes: the compiler's caches are not for ranks that are threads."""
+    assert len(run_ranks(2, compiled, sequence)) == 2
