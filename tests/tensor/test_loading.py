@@ -181,3 +181,15 @@ def test_parameters_on_meta_are_this_threads_and_take_no_memory() -> None:
         assert layer.weight.is_meta
         assert not layer.running_mean.is_meta
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [False, True])
+def test_a_process_takes_the_memory_of_its_boxes_and_of_one_tensor(training: bool) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.tensor.loading import figures
+    from benchmarks.tensor.step import SMOLLM2
+
+    for found in figures(SMOLLM2 | {"num_hidden_layers": 10}, 2, training=training):
+        assert found["peak"] <= 1.05 * (found["boxes"] + found["largest"])
+        assert found["boxes"] <= found["read"] <= 1.02 * found["boxes"]
