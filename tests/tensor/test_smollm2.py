@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-
 from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
