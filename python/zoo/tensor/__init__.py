@@ -3,7 +3,8 @@
 * :class:`Rule`, :class:`Count`, :class:`Take`, :class:`Plan`: how the parameters of a model lie over the ranks.
 * :func:`split`: leaves on every rank its part of a model.
 * :func:`plan_of`: the plan of a model of transformers: what its family says, or what the model ships. :func:`prove`:
-  whether it computes what the whole model does. :func:`summary`: bytes of ranks and what they send.
+  whether it computes what the whole model does. :func:`guess`, :func:`prove_on`: the same of any model.
+  :func:`summary`: bytes of ranks and what they send.
 * :func:`parameters_on_meta`, :func:`load`, :func:`slices`: a model that no rank ever holds, read and saved.
 * :func:`in_parts`, :func:`cross_entropy`: the loss of a vocabulary that is dealt.
 

@@ -1,3 +1,4 @@
+from .guess import guess as guess
 from .huggingface import plan_of as plan_of
 from .loading import load as load
 from .loading import parameters_on_meta as parameters_on_meta
@@ -13,6 +14,7 @@ from .plans import Rule as Rule
 from .plans import Take as Take
 from .proof import Proof as Proof
 from .proof import prove as prove
+from .proof import prove_on as prove_on
 from .region import Region as Region
 from .splitting import split as split
 from .summary import Summary as Summary

@@ -49,7 +49,35 @@ def plan_of(model: nn.Module) -> Plan:
         )
     if name in registry.names(KIND):
         return fitted(registry.get(KIND, name)(config), model)
-    return of_styles(model)
+    return of_styles(model) if getattr(model, "tp_plan", None) else guessed(model)
+
+
+def guessed(model: nn.Module) -> Plan:
+    """What a small model of the same class shows (:func:`zoo.tensor.guess`), with the sizes of this one.
+
+    Raises:
+        ValueError: nothing can be guessed, or what is guessed is wrong.
+    """
+    from zoo.tensor.guess import guess_run
+    from zoo.tensor.proof import computations, random_model
+    from zoo.tensor.shrinking import shrunken
+
+    config: Any = model.config
+    told = (
+        f"{type(model).__name__} is of no family that zoo knows ({', '.join(registry.names(KIND))}) and ships no "
+        "tensor-parallel plan"
+    )
+    try:
+        heads = config.num_attention_heads
+        sizes = {"head": heads, "kv": getattr(config, "num_key_value_heads", None) or heads, "vocab": config.vocab_size}
+        small = shrunken(config, Plan(name="", sizes=tuple(sizes.items())), 2)
+        whole = random_model(type(model), small.config)
+        first = computations(whole)[0][1]
+        found = fitted(guess_run(whole, lambda model: first(model, {})), model)
+    except Exception as error:
+        raise ValueError(f"{told}, and none could be guessed ({error}). Give one (zoo.tensor.Plan).") from error
+    sizes["dim"] = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return replace(found, sizes=tuple((name, sizes[name]) for name, _ in found.sizes))
 
 
 def fitted(plan: Plan, model: nn.Module) -> Plan:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zoo.comm import Communicator
 from zoo.layout import boxes_of, split_of
@@ -83,15 +84,65 @@ def prove(
     return found
 
 
+def prove_on(
+    model: nn.Module, plan: Plan, degree: int, *args: Any, training: bool = True, grain: int = 1, **kwargs: Any
+) -> Proof:  # fmt: skip
+    """Compare copies of any model in fp64, whole and split by ``plan``, on an example. No rank talks to another one.
+
+    Args:
+        model: it is copied, and run in evaluation. args, kwargs: its inputs.
+        plan, degree, training, grain: as :func:`prove`.
+
+    Raises:
+        ValueError: as :func:`prove`.
+    """
+    given, named = doubled((args, kwargs))
+    return prove_run(model, plan, degree, lambda model: model(*given, **named), training=training, grain=grain)
+
+
+def prove_run(
+    model: nn.Module, plan: Plan, degree: int, run: Callable[[nn.Module], Any], *, training: bool = True, grain: int = 1
+) -> Proof:  # fmt: skip
+    """As :func:`prove_on`, of what ``run`` computes with a copy of the model."""
+
+    def made() -> tuple[nn.Module, list[tuple[str, Step]]]:
+        def step(model: nn.Module, before: Mapping[str, Any]) -> Mapping[str, Any]:
+            return {f"output {number}": value for number, value in enumerate(tree_leaves(run(model)))}
+
+        return copy.deepcopy(model).double().eval(), [("", step)]
+
+    what = f"plan {plan.name!r} of {type(model).__name__} at degree {degree}"
+    return _compare(made, "the model in fp64", plan, degree, what, training, grain, sequence=False)
+
+
+def doubled(given: Any) -> Any:
+    """The same with what is of a floating-point type in fp64."""
+    return tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, given)
+
+
 def _prove(
     kind: type[nn.Module], config: Any, plan: Plan, degree: int, training: bool, grain: int, sequence: bool
 ) -> Proof:  # fmt: skip
     what = f"plan {plan.name!r} of {kind.__name__} at degree {degree}"
     small = shrunken(config, plan, degree, grain)
 
-    def unsplit(_: Communicator) -> tuple[list[nn.Module], list[tuple[str, Step]], _Computed]:
+    def made() -> tuple[nn.Module, list[tuple[str, Step]]]:
         whole = random_model(kind, small.config)
-        copies, steps = [copy.deepcopy(whole) for _ in range(degree)], computations(whole)
+        return whole, computations(whole)
+
+    who = f"a small {kind.__name__} in fp64"
+    return _compare(made, who, small.plan, degree, what, training, grain, sequence)
+
+
+def _compare(
+    made: Callable[[], tuple[nn.Module, list[tuple[str, Step]]]], who: str, plan: Plan, degree: int, what: str,
+    training: bool, grain: int, sequence: bool,
+) -> Proof:  # fmt: skip
+    """``made``: the model and what it computes. ``who`` and ``what`` say in errors which model and which plan it is."""
+
+    def unsplit(_: Communicator) -> tuple[list[nn.Module], list[tuple[str, Step]], _Computed]:
+        whole, steps = made()
+        copies = [copy.deepcopy(whole) for _ in range(degree)]
         found = _compute(whole, steps, training)
         if not found.outputs or not all(value.isfinite().all() for value in found.outputs.values()):
             raise ValueError(f"its outputs are {', '.join(found.outputs) or 'none'}, and not finite numbers")
@@ -100,14 +151,12 @@ def _prove(
     try:  # in a thread of its own: no context of the caller's counts there
         ((copies, steps, expected),) = lockstep.run(1, unsplit)
     except Exception as error:
-        raise ValueError(
-            f"{what} cannot be proved: a small {kind.__name__} in fp64 fails unsplit ({type(error).__name__}: {error})."
-        ) from error
+        raise ValueError(f"{what} cannot be proved: {who} fails unsplit ({type(error).__name__}: {error}).") from error
     scale = max((g.abs().max().item() for g in expected.gradients.values()), default=0.0)
 
     def one(comm: Communicator) -> tuple[float, float]:
         mine = copies[comm.rank]
-        split_alone(mine, small.plan, comm, training=training, grain=grain, sequence=sequence)
+        split_alone(mine, plan, comm, training=training, grain=grain, sequence=sequence)
         found = _compute(mine, steps, training)
         outputs = 0.0
         for name, value in expected.outputs.items():
@@ -128,7 +177,7 @@ def _prove(
             "wrong or missing."
         ) from error
     outputs, gradients = (max(differences) for differences in zip(*found, strict=True))
-    return Proof(small.plan, degree, outputs, gradients if training else None)
+    return Proof(plan, degree, outputs, gradients if training else None)
 
 
 class _Different(Exception):
