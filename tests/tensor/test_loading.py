@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,10 @@ from tests.tensor.test_splitting import shapes, tokens
 from torch import nn
 
 from zoo import checkpointing, sim
-from zoo.checkpointing.foreign import load_safetensors
+from zoo.checkpointing.foreign import load_safetensors, open_foreign
 from zoo.comm import Communicator
-from zoo.layout import boxes_of, split_of
-from zoo.tensor import load, parameters_on_meta, slices, split
+from zoo.layout import Box, boxes_of, split_of
+from zoo.tensor import Plan, joined, load, parameters_on_meta, slices, split
 
 
 def written(shape: Shape, folder: Path, seed: int = 4) -> dict[str, torch.Tensor]:
@@ -181,6 +182,53 @@ def test_parameters_on_meta_are_this_threads_and_take_no_memory() -> None:
         assert layer.weight.is_meta
         assert not layer.running_mean.is_meta
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+def parts_of(shape: Shape, degree: int, training: bool, folder: Path) -> list[Any]:
+    """As Megatron-LM writes them: a file a rank, with other things beside the model's state."""
+
+    def write(rank: int) -> Path:
+        model = Decoder(shape, seed=4)
+        split(model, plan_of(shape), Communicator(), training=training)
+        state = {name: value for name, value in model.state_dict().items() if not shape.tied or name != "head.weight"}
+        place = folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        place.parent.mkdir()
+        torch.save({"args": argparse.Namespace(degree=degree), "iteration": 7, "model": state}, place)
+        return place
+
+    return [open_foreign(place, key="model") for place in sim.run(degree, write, seed=0)]
+
+
+@given(shape=shapes(), before=st.integers(1, 5), after=st.integers(1, 5), training=st.booleans())
+@example(shape=Shape(heads=9, kv=3, layout="parts"), before=4, after=2, training=True)
+def test_files_of_other_ranks_parts(shape: Shape, before: int, after: int, training: bool) -> None:
+    before, after = min(before, shape.heads), min(after, shape.heads)
+    expected = Decoder(shape, seed=4).state_dict()
+    with tempfile.TemporaryDirectory() as folder:
+        parts = parts_of(shape, before, training, Path(folder))
+
+        def fn(rank: int) -> None:
+            model, comm = empty(shape), Communicator()
+            source = joined(parts, model, plan_of(shape), training=training)
+            split(model, plan_of(shape), comm)
+            assert load(model, source, comm=comm) == []
+            for name, parameter in model.named_parameters():
+                for laid in boxes_of(split_of(parameter).box or Box.whole(tuple(parameter.shape))):
+                    assert torch.equal(parameter[laid.here.ranges], expected[name][laid.box.ranges]), name
+
+        sim.run(after, fn, seed=0)
+
+
+def test_files_of_other_parts_than_the_plan_says(tmp_path: Path) -> None:
+    shape = Shape()
+    parts = parts_of(shape, 2, True, tmp_path)
+    model = empty(shape)
+    with pytest.raises(ValueError, match=r"of 1 ranks .*'words.weight' of shape \(7, 6\), and the plan gives it"):
+        joined(parts[:1], model, plan_of(shape))
+    with pytest.raises(ValueError, match=r"under plan 'short': rank 0 has 'blocks.0.first.weight'"):
+        joined(parts, nn.ModuleDict({"head": model.head, "words": model.words}), Plan(
+            name="short", rules=plan_of(shape).rules[:1] + plan_of(shape).rules[-1:]
+        ))  # fmt: skip
 
 
 @pytest.mark.slow

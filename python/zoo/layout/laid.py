@@ -31,6 +31,11 @@ class Laid:
         moved = zip(here.offsets, self.place, self.box.offsets, strict=True)
         return Box(tuple(x - place + offset for x, place, offset in moved), here.sizes)
 
+    def here_of(self, box: Box) -> Box:
+        """Where in the part ``box`` is, a box of the whole tensor inside of :attr:`box`."""
+        moved = zip(box.offsets, self.box.offsets, self.place, strict=True)
+        return Box(tuple(x - offset + place for x, offset, place in moved), box.sizes)
+
 
 @dataclass(frozen=True)
 class Boxes:

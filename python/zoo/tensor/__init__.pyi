@@ -1,5 +1,6 @@
 from .guess import guess as guess
 from .huggingface import plan_of as plan_of
+from .joined import joined as joined
 from .loading import load as load
 from .loading import parameters_on_meta as parameters_on_meta
 from .loading import slices as slices

@@ -237,5 +237,4 @@ def _own(
             other = Box(tuple(start if d == dim else 0 for d in range(len(whole))), sizes)
             rest = [piece for box in rest for piece in box.minus(other)]
         for box in rest:
-            moved = zip(box.offsets, laid.box.offsets, laid.place, strict=True)
-            yield Box(tuple(o - base + place for o, base, place in moved), box.sizes), box
+            yield laid.here_of(box), box

@@ -41,7 +41,7 @@ class Summary:
         return forward * each, sum(features * number for features, number in self.sums_backward.items()) * each
 
 
-class _Rank:
+class Rank:
     """In the place of a communicator, for splitting alone: nothing is sent."""
 
     def __init__(self, size: int, rank: int) -> None:
@@ -56,7 +56,7 @@ def summary(model: nn.Module, plan: Plan, degree: int, *, training: bool = True,
     """
     ranks = []
     for rank in range(degree):
-        mine, comm = copy.deepcopy(model), _Rank(degree, rank)
+        mine, comm = copy.deepcopy(model), Rank(degree, rank)
         split_alone(mine, plan, comm, training=training, grain=grain)
         ranks.append(mine)
     forward: dict[int, int] = {}
