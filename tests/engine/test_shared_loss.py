@@ -12,7 +12,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.engine import Engine, initialize
-from zoo.shard.runtime.backward import multiplied, note_multiplied
+from zoo.shard.runtime.graph_tasks import multiplied, note_multiplied
 
 WORLD, RATE = 2, 0.25
 

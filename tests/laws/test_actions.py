@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from zoo import sim
 from zoo.plan import Actions, Collective, Kind
+from zoo.shard.runtime.planning import plan_of
 from zoo.zero import Precision, ZeroOptimizer
 
 from .cases import Case, accumulate, cases, groups_of, loss_of, make_model, num_micro, optimizer_of
@@ -187,7 +188,7 @@ def test_the_plan_is_what_is_recorded(case: Case, nested: bool, seed: int) -> No
         for step in range(3):
             with optimizer.sharded.record() as actions:
                 accumulate(model, optimizer, case, rank, step)
-            planned = optimizer.runtime.plan().actions
+            planned = plan_of(optimizer.runtime).actions
             if step:  # from the second pass on in a known order
                 moves = actions.of_kind(Kind.UNSHARD, Kind.PREFETCH, Kind.RESHARD)
                 assert [(a.kind, a.bucket) for a in moves] == [(a.kind, a.bucket) for a in planned]

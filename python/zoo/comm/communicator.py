@@ -327,10 +327,8 @@ class Communicator:
             out.copy_(given)
             return DONE
         self._agree("all_to_all", given, label)
-        group = self.group
-        return self._issue(
-            "all_to_all", given, lambda: Pending([dist.all_to_all_single(out, given, group=group, async_op=True)])
-        )
+        start = partial(dist.all_to_all_single, out, given, group=self.group, async_op=True)
+        return self._issue("all_to_all", given, lambda: Pending([start()]))
 
     def all_to_all_uneven(
         self,

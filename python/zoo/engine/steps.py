@@ -15,7 +15,7 @@ from torch import nn
 from zoo.comm import CollectiveMismatchError
 from zoo.engine.batches import count, placed
 from zoo.parts import Clock
-from zoo.shard.runtime.backward import multiplied, note_multiplied
+from zoo.shard.runtime.graph_tasks import multiplied, note_multiplied
 from zoo.shard.runtime.without_graph import go_backward
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from zoo.comm import Handle, advance
 from zoo.shard.guard import CAN_REFUSE_STORAGE, allow_storage, grad_dtype, has_raw_grad, raw_grad, refuse_storage
 from zoo.shard.partitioned import PartitionedAccessError, PartitionedGradient, WholeGradient
+from zoo.shard.powers import power_of
 from zoo.shard.roles import GRADIENT
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class BucketGradients:
         flat: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it. Where gradients
             are sharded its storage is empty from the reduction until the next backward.
         role: mean over ranks of this rank's chunk of the gradient, once reduced, where gradients are sharded.
+        squares: Σ g² of a shard that has left the device, where that is kept.
         reduced: there is a reduced gradient.
         num_changes: how often it was reduced, and that of a parameter cleared, since it was dropped; the same on all
             ranks, unless some drop gradients that others step with.
@@ -64,7 +65,7 @@ class BucketGradients:
         # What a reduction makes here: [start, stop).
         self._range = (0, bucket.layout.size) if bucket.routes.reduces_whole else bucket.own_range()
         self._aside: torch.Tensor | None = None  # the sum of earlier backwards of the step, where it is not split
-        self._squares: torch.Tensor | None = None  # of what has left the device
+        self.squares: torch.Tensor | None = None
         self.reduced, self.num_changes = False, 0
         self.phase = _IDLE
         self._cleared: set[int] = set()  # slots of which `grad` was set to None
@@ -285,7 +286,7 @@ class BucketGradients:
         self._arriving = self._resting = self._seen = self._waits = False
         if self._cleared:
             self._cleared.clear()
-        self._squares = None
+        self.squares = None
         self._version = self.flat._version
         self._aside = None
         if self._split:
@@ -359,7 +360,7 @@ class BucketGradients:
 
     def _note_squares(self, mean: torch.Tensor) -> None:
         """Of a mean that leaves the device."""
-        self._squares = power_of(mean) if self.bucket.keep_norms else None
+        self.squares = power_of(mean) if self.bucket.keep_norms else None
 
     # The reduced gradient, chunk by chunk ----------------------------------------------------------------------------
 
@@ -376,11 +377,6 @@ class BucketGradients:
     def reduced_all(self) -> torch.Tensor:
         """(P,) the reduced gradient, where this rank has all of it."""
         return self.role.read() if self._split else self._raw
-
-    @property
-    def known_squares(self) -> torch.Tensor | None:
-        """Σ g² of a shard that has left the device, where that is kept."""
-        return self._squares
 
     @contextlib.contextmanager
     def edited(self, index: int) -> Iterator[torch.Tensor]:
@@ -501,36 +497,3 @@ class BucketGradients:
         self._cleared.discard(slot)
         self._views[slot].copy_(value)
         self._version = self.flat._version
-
-
-def powers_of(gradients: Sequence[BucketGradients], index: int, p: float) -> torch.Tensor:
-    """(k,) fp64: Σ |g|^p over chunk ``index`` of each, or the largest |g| for p = infinity."""
-    found = [g.known_squares if p == 2.0 else None for g in gradients]
-    together = [i for i, g in enumerate(gradients) if found[i] is None and not g.role.is_away] if p == 2.0 else []
-    if len({gradients[i].dtype for i in together}) == 1:  # one call of the kernel
-        chunks = [gradients[i].reduced_chunk(index) for i in together]
-        for i, squares in zip(together, _sums_of_squares(chunks), strict=True):
-            found[i] = squares
-    each = zip(gradients, found, strict=True)
-    return torch.stack([power_of(g.reduced_chunk(index), p) if power is None else power for g, power in each])
-
-
-def power_of(chunk: torch.Tensor, p: float = 2.0) -> torch.Tensor:
-    """Σ |g|^p, or the largest |g| for p = infinity; computed in fp64, where the squares of shorter types are exact."""
-    if math.isinf(p):
-        largest: torch.Tensor = torch.linalg.vector_norm(chunk, p)
-        return largest.double()
-    if p == 2.0:
-        return _sums_of_squares([chunk])[0]
-    sizes = chunk.abs()
-    return sizes.sum(dtype=torch.float64) if p == 1.0 else sizes.double().pow_(p).sum()
-
-
-def _sums_of_squares(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """By the kernel, whose bits depend on neither threads nor instruction set, where zoo-kernels is installed."""
-    try:
-        from zoo.kernels.norm.ops import sum_squares
-    except ImportError:
-        return torch.stack([chunk.double().square().sum() for chunk in chunks])
-    found: torch.Tensor = sum_squares(chunks)
-    return found

@@ -527,8 +527,8 @@ class ShardedModel:
             self._to_give = None
 
     def _check_not_held(self) -> None:
-        if self.runtime.held:
-            named = ", ".join(bucket.label for bucket in list(self.runtime.held)[:3])
+        if self.writes.held:
+            named = ", ".join(bucket.label for bucket in list(self.writes.held)[:3])
             raise RuntimeError(
                 f"close() inside of GatheredParameters (of {named}), whose modifier_rank has not told the others yet "
                 "what it wrote: it comes after it."

@@ -263,8 +263,9 @@ class Inspection(OuterOptimizer):
             drives: of a step in a window, what its schedule does from the window's beginning to its end; None: one
                 forward and its backward. max_bytes: of the window.
         """
+        from zoo.shard.runtime.planning import plan_of
         from zoo.zero.forecast.costs import forecast_step
 
         self.updater.decide(self.param_groups)
-        plan = self.runtime.plan() if drives is None else self.runtime.plan_window(drives, max_bytes)
+        plan = plan_of(self.runtime, drives, max_bytes)
         return forecast_step(self.sharded, self.updater, plan, clips=self.clipping.measures, num_alike=self.alike.size)

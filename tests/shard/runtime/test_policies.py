@@ -13,6 +13,7 @@ from zoo import sim
 from zoo.comm import CollectiveMismatchError
 from zoo.plan import Kind
 from zoo.shard.parameters import Presence
+from zoo.shard.runtime.planning import plan_of
 from zoo.shard.runtime.residency import Budgets, ResidencyPolicy
 from zoo.zero import ZeroOptimizer
 
@@ -77,7 +78,7 @@ def trained(rank: int, policy: ResidencyPolicy | None) -> tuple[list[torch.Tenso
             if step and not micro:  # it begins with nothing whole, in a known order
                 moves = actions.of_kind(Kind.UNSHARD, Kind.PREFETCH, Kind.RESHARD)
                 assert [(a.kind, a.bucket) for a in moves] == [
-                    (a.kind, a.bucket) for a in optimizer.runtime.plan().actions
+                    (a.kind, a.bucket) for a in plan_of(optimizer.runtime).actions
                 ]
         optimizer.step()
         optimizer.zero_grad()

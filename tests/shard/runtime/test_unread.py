@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import sim
 from zoo.plan import Kind
 from zoo.shard import memory
+from zoo.shard.runtime.planning import plan_of
 from zoo.zero import ZeroOptimizer
 
 
@@ -187,7 +188,7 @@ def test_a_plan_knows(monkeypatch: pytest.MonkeyPatch) -> None:
             once(model, optimizer, torch.arange(12))
         kinds = Kind.UNSHARD, Kind.PREFETCH, Kind.RESHARD
         done = [(a.kind, a.bucket) for a in actions if a.kind in kinds]
-        return done, [(a.kind, a.bucket) for a in optimizer.runtime.plan().actions]
+        return done, [(a.kind, a.bucket) for a in plan_of(optimizer.runtime).actions]
 
     for done, planned in sim.run(2, differs):
         assert done == planned

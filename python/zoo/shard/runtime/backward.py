@@ -22,7 +22,6 @@ walk.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -34,7 +33,7 @@ from zoo.shard.buckets import Bucket
 from zoo.shard.gradients import GradientPhase
 from zoo.shard.runtime.contexts import FAILED, BackwardPart, Context, Contexts, Phase, Unit
 from zoo.shard.runtime.executor import Executor
-from zoo.shard.runtime.graph_tasks import GraphTasks, follow
+from zoo.shard.runtime.graph_tasks import GraphTasks, follow, multiplied, note_multiplied
 from zoo.shard.runtime.reductions import Reductions
 from zoo.shard.runtime.residency import Residency
 from zoo.shard.runtime.walk import Walk
@@ -473,26 +472,6 @@ class Backward:
 
 def _nothing() -> None:
     return None
-
-
-_MULTIPLIED: dict[tuple[int, str], tuple[Callable[[], Any], float]] = {}
-"""Graph task and why → something as long as it runs, and by how much its loss was multiplied."""
-_NOTING = threading.Lock()  # hooks run on threads of the devices, and several models may go backward at once
-
-
-def note_multiplied(why: str, factor: float, alive: Callable[[], Any] | None = None) -> None:
-    """In a hook on a loss: it was multiplied, which optimizers that share its backward want to know."""
-    alive = alive or follow()
-    with _NOTING:
-        for key in [key for key, (runs, _) in _MULTIPLIED.items() if runs() is None]:
-            del _MULTIPLIED[key]
-        _MULTIPLIED[_graph_task(), why] = alive, factor
-
-
-def multiplied(why: str) -> float:
-    """By how much the loss was of which a backward runs."""
-    with _NOTING:
-        return _MULTIPLIED.get((_graph_task(), why), (_nothing, 1.0))[1]
 
 
 def _always() -> bool:

@@ -6,6 +6,7 @@ will execute; all of this may be called inside of one only.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch.autograd import Variable
 from zoo.shard.buckets import Bucket
 from zoo.shard.guard import accumulators
 
+_graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 
 
@@ -128,3 +130,23 @@ def _leaves(node: Any) -> list[Any]:
             found.append(at)
         waiting.extend(below)
     return found
+
+
+_MULTIPLIED: dict[tuple[int, str], tuple[Callable[[], Any], float]] = {}
+"""Graph task and why → something as long as it runs, and by how much its loss was multiplied."""
+_NOTING = threading.Lock()  # hooks run on threads of the devices, and several models may go backward at once
+
+
+def note_multiplied(why: str, factor: float, alive: Callable[[], Any] | None = None) -> None:
+    """In a hook on a loss: it was multiplied, which optimizers that share its backward want to know."""
+    alive = alive or follow()
+    with _NOTING:
+        for key in [key for key, (runs, _) in _MULTIPLIED.items() if runs() is None]:
+            del _MULTIPLIED[key]
+        _MULTIPLIED[_graph_task(), why] = alive, factor
+
+
+def multiplied(why: str) -> float:
+    """By how much the loss was of which a backward runs."""
+    with _NOTING:
+        return _MULTIPLIED.get((_graph_task(), why), (None, 1.0))[1]

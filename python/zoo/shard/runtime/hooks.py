@@ -11,7 +11,6 @@ All of it is a constant number of Python operations a unit; nothing is done by p
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from zoo.shard.buckets import Bucket
 from zoo.shard.call_stack import exception_of_call, is_called
 from zoo.shard.placement.units import UnitSpec
 from zoo.shard.runtime.backward import Backward
+from zoo.shard.runtime.compiled import hidden_from_compiler, is_compiled
 from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Unit
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.external import registered
@@ -34,7 +34,6 @@ from zoo.shard.runtime.residency import Residency, ResidencyPolicy
 
 if TYPE_CHECKING:
     from zoo.shard.runtime.gather_votes import GatherVotes
-    from zoo.shard.runtime.planning import Drive, Plan
     from zoo.shard.runtime.window import Window
 
 _log = logging.getLogger("zoo.zero")
@@ -60,7 +59,6 @@ class Runtime:
         unreduced: some backward accumulated without reducing. waiting: gradients of parameters that ranks with other
             layers have too are to be reduced.
         reduced: there is a reduced gradient to step with.
-        held: buckets that the user keeps whole, and the versions of their parameters.
         window: the one that is open.
         recovery: whether all ranks failed where this one did; None where ranks go their own ways.
     """
@@ -98,10 +96,8 @@ class Runtime:
         self._depth = 0
         self._pass_grad = self._trained = False
         self._events: list[Unit | bool] = []  # of this pass: units that start; for each that ends, whether it is a call
-        self._latest: list[Unit | bool] = []  # of the latest training pass
+        self.latest_calls: list[Unit | bool] = []  # of the latest training pass
         self.window_calls: dict[Hashable, list[Unit | bool]] = {}  # of each micro-batch of the latest window
-        self.held: dict[Bucket, list[int]] = {}
-        self._holds: Counter[Bucket] = Counter()
         self._running: list[Unit] = []
         self._pass = 0  # its number
         self.window: Window | None = None
@@ -120,7 +116,7 @@ class Runtime:
         for bucket in self._buckets:
             for name in dict.fromkeys(bucket.spec.units):
                 by_unit[name].append(bucket)
-        hook = _hidden_from_compiler if any(map(_is_compiled, self._model.modules())) else partial
+        hook = hidden_from_compiler if any(map(is_compiled, self._model.modules())) else partial
         for spec in specs:
             unit = Unit(spec, by_unit[spec.name])
             self.units.append(unit)
@@ -146,7 +142,7 @@ class Runtime:
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
-                hooks[handle.id] = own_hook(_hidden_from_compiler(hooks[handle.id]))
+                hooks[handle.id] = own_hook(hidden_from_compiler(hooks[handle.id]))
 
     def remove(self) -> None:
         """Take all hooks off the model."""
@@ -293,7 +289,7 @@ class Runtime:
         if self._has_partitioned:
             self.residency.end()
             if self._trained and self._events:
-                self._latest = self._events
+                self.latest_calls = self._events
 
     def _abandon_forward(self) -> None:
         if self._has_partitioned:
@@ -478,58 +474,6 @@ class Runtime:
                     bucket.gradients.drop()
             self._buckets[0].memory.give_back()
 
-    # Held by the user ------------------------------------------------------------------------------------------------
-
-    def hold(self, bucket: Bucket) -> tuple[bool, bool]:
-        """Make a bucket whole and keep it so; returns what :meth:`let_go` needs. Collective."""
-        parameters = bucket.parameters
-        stays = parameters.live and (bucket.active > 0 or not parameters.rounds)
-        before = (stays, parameters.refused)
-        self.executor.wait(bucket, exact=True)
-        bucket.active += 1
-        self._holds[bucket] += 1
-        if self._holds[bucket] == 1:
-            if bucket.partitioned:
-                parameters.watch()
-            self.note(bucket)
-        return before
-
-    def note(self, bucket: Bucket) -> None:
-        """Remember the versions of a held bucket's parameters: a later change is the user's write."""
-        self.held[bucket] = bucket.parameters.versions()
-
-    def let_go(self, bucket: Bucket, before: tuple[bool, bool], *, forget: bool) -> None:
-        """End a :meth:`hold`; with ``forget`` what is gathered is not used any more."""
-        was_live, was_hidden = before
-        bucket.active = max(bucket.active - 1, 0)  # an abandoned pass has set it to zero
-        self._holds[bucket] -= 1
-        if not self._holds[bucket]:  # a forward may use it all the same
-            del self._holds[bucket], self.held[bucket]
-        if bucket.active:
-            return
-        if forget or not was_live:
-            self.residency.forget(bucket)
-        elif was_hidden:
-            self.executor.hide(bucket)
-
-    def plan(self) -> Plan:
-        """What a training forward like the latest one and its backward do; before the first: all units in turn."""
-        from zoo.shard.runtime.planning import calls_of, plan_pass, units_in_turn
-
-        calls = calls_of(self._latest) if self._latest else units_in_turn(self.units)
-        return plan_pass(calls, self.residency.policy)
-
-    def plan_window(self, drives: Sequence[Drive], max_bytes: int | None) -> Plan:
-        """What a window with these drives does."""
-        from zoo.shard.runtime.planning import calls_of, plan_window, units_in_turn
-
-        calls = {}
-        for drive in drives:
-            if drive.verb == "forward" and drive.like not in calls:
-                seen = self.window_calls.get(drive.like)
-                calls[drive.like] = units_in_turn(self.units, drive.modules) if seen is None else calls_of(seen)
-        return plan_window(drives, calls, self.residency.policy, max_bytes)
-
     def note_calls(self, key: Hashable) -> None:
         """The forward that has just ended was that of micro-batch ``key`` of a window."""
         if self._has_partitioned and self._trained:
@@ -545,15 +489,6 @@ class Runtime:
 
 def _name_of(context: Context) -> str:
     return context.owner or f"pass {context.serial}"
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _hidden_from_compiler(hook: Any) -> Any:
-    """The same hook, which torch.compile does not trace into; it costs 0.3 µs more."""
-    return partial(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
 
 def _above(name: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zoo.plan import Action, Actions, Kind, Moment
 from zoo.shard.buckets import Bucket
@@ -20,6 +20,9 @@ from zoo.shard.runtime.contexts import BackwardPart, Context, Contexts
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.residency import Residency, ResidencyPolicy, WindowBudget
 from zoo.shard.runtime.walk import Walk, launches_nothing
+
+if TYPE_CHECKING:
+    from zoo.shard.runtime.hooks import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,23 @@ def units_in_turn(units: Iterable[Any], modules: Sequence[str] = ()) -> list[Cal
 def calls_of(events: Iterable[Any]) -> list[Call]:
     """What the hooks have noted of a pass: units that start, and for each that ends, whether backward comes back."""
     return [Exit(event) if isinstance(event, bool) else Enter(event.name, event.partitioned) for event in events]
+
+
+def plan_of(runtime: Runtime, drives: Sequence[Drive] | None = None, max_bytes: int | None = None) -> Plan:
+    """What a training forward like the latest one and its backward do; before the first: all units in turn.
+
+    ``drives``: of a window instead, which takes at most ``max_bytes``.
+    """
+    policy = runtime.residency.policy
+    if drives is None:
+        seen = runtime.latest_calls
+        return plan_pass(calls_of(seen) if seen else units_in_turn(runtime.units), policy)
+    calls = {}
+    for drive in drives:
+        if drive.verb == "forward" and drive.like not in calls:
+            latest = runtime.window_calls.get(drive.like)
+            calls[drive.like] = units_in_turn(runtime.units, drive.modules) if latest is None else calls_of(latest)
+    return plan_window(drives, calls, policy, max_bytes)
 
 
 def plan_pass(calls: Sequence[Call], policy: ResidencyPolicy) -> Plan:

@@ -12,6 +12,7 @@ the parameters' version counters, which the runtime itself touches in updates on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ class Writes:
         self._noted = {bucket: bucket.parameters.versions() for bucket in buckets}
         self._whole: set[tuple[Bucket, int]] = set()
         self._given: dict[tuple[Bucket, int], torch.Tensor] = {}
+        self.held: dict[Bucket, list[int]] = {}
+        """Buckets that the user keeps whole, and the versions of their parameters."""
+        self._holds: Counter[Bucket] = Counter()
 
     def watch(self) -> None:
         """See also what autograd does not count, on a CPU, where an exact value elsewhere would undo it; it is compared
@@ -61,7 +65,7 @@ class Writes:
         for bucket in buckets:
             if not bucket.partitioned:  # there is no memory of those that a graph could have saved
                 increment_version(bucket.spec.parameters)
-                for notes in (self._noted, self._runtime.held):
+                for notes in (self._noted, self.held):
                     if bucket in notes:
                         notes[bucket] = [version + 1 for version in notes[bucket]]
 
@@ -102,13 +106,37 @@ class Writes:
         """See :class:`~zoo.shard.values.gathered.Holder`; what is held is exact in any case."""
         if writes:
             bucket.check_writable()
-        return self._runtime.hold(bucket)
+        parameters = bucket.parameters
+        stays = parameters.live and (bucket.active > 0 or not parameters.rounds)
+        before = (stays, parameters.refused)
+        self._runtime.executor.wait(bucket, exact=True)
+        bucket.active += 1
+        self._holds[bucket] += 1
+        if self._holds[bucket] == 1:
+            if bucket.partitioned:
+                parameters.watch()
+            self.held[bucket] = parameters.versions()
+        return before
 
     def let_go(self, bucket: Bucket, held: tuple[bool, bool], *, forget: bool) -> None:
         """See :class:`~zoo.shard.values.gathered.Holder`."""
-        self._runtime.let_go(bucket, held, forget=forget)
+        self._release(bucket, held, forget=forget)
         if bucket.partitioned:  # of the others what was written elsewhere is still to be taken over
             self.note(bucket)
+
+    def _release(self, bucket: Bucket, before: tuple[bool, bool], *, forget: bool) -> None:
+        """With ``forget`` what is gathered is not used any more."""
+        was_live, was_hidden = before
+        bucket.active = max(bucket.active - 1, 0)  # an abandoned pass has set it to zero
+        self._holds[bucket] -= 1
+        if not self._holds[bucket]:  # a forward may use it all the same
+            del self._holds[bucket], self.held[bucket]
+        if bucket.active:
+            return
+        if forget or not was_live:
+            self._runtime.residency.forget(bucket)
+        elif was_hidden:
+            self._runtime.executor.hide(bucket)
 
     def failed_anywhere(self, error: BaseException | None) -> str:
         """See :class:`~zoo.shard.values.gathered.Holder`."""
@@ -117,7 +145,7 @@ class Writes:
 
     def noted(self, bucket: Bucket) -> list[int]:
         """See :class:`~zoo.shard.values.gathered.Holder`."""
-        return self._runtime.held[bucket]
+        return self.held[bucket]
 
     def publish(
         self, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
@@ -127,7 +155,7 @@ class Writes:
         if wrote:
             self._runtime.contexts.refuse_older()  # as torch does on the rank that wrote
         for bucket, chosen in slots.items():
-            self._runtime.note(bucket)
+            self.held[bucket] = bucket.parameters.versions()
             self.published(bucket, chosen)
         write_values(changes, keep_equal=True)
 

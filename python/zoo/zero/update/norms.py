@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from zoo.comm import Communicator
-from zoo.shard.gradients import BucketGradients, powers_of
+from zoo.shard.gradients import BucketGradients
 from zoo.shard.placement.axes import Axes
+from zoo.shard.powers import power_of, sums_of_squares
 
 
 def global_norm(
@@ -161,3 +162,15 @@ def _of_all(comm: Communicator, mine: torch.Tensor) -> torch.Tensor:
     everyone = mine.new_empty(comm.size * mine.numel())
     comm.all_gather(everyone, mine, label="norms of gradients").wait()
     return everyone
+
+
+def powers_of(gradients: Sequence[BucketGradients], index: int, p: float) -> torch.Tensor:
+    """(k,) fp64: Σ |g|^p over chunk ``index`` of each, or the largest |g| for p = infinity."""
+    found = [g.squares if p == 2.0 else None for g in gradients]
+    together = [i for i, g in enumerate(gradients) if found[i] is None and not g.role.is_away] if p == 2.0 else []
+    if len({gradients[i].dtype for i in together}) == 1:  # one call of the kernel
+        chunks = [gradients[i].reduced_chunk(index) for i in together]
+        for i, squares in zip(together, sums_of_squares(chunks), strict=True):
+            found[i] = squares
+    each = zip(gradients, found, strict=True)
+    return torch.stack([power_of(g.reduced_chunk(index), p) if power is None else power for g, power in each])
