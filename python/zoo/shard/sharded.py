@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from zoo import io
-from zoo.comm import Communicator, RankFailedError, Recovery, raise_in_next, raise_together, report_uncaught
-from zoo.comm.failures import report, sentence_of
+from zoo.comm import Communicator, Recovery, raise_in_next, raise_together, report_uncaught
+from zoo.comm.failures import report
 from zoo.layout import enter_mesh
-from zoo.shard.agreement import CONSTRUCTION, agree, agree_on_kernels, all_ranks, of_object
+from zoo.shard.agreement import CONSTRUCTION, all_ranks, of_object
 from zoo.shard.buckets import Bucket, table_of
-from zoo.shard.collectives.choice import cannot_be_left, choose_routes
+from zoo.shard.choosing import choose, told_of_parts
 from zoo.shard.config import ZeroConfig
 from zoo.shard.dtensors import DTensors
 from zoo.shard.guard import ShardedParameter, refuse_copy
@@ -33,15 +33,12 @@ from zoo.shard.members import Members
 from zoo.shard.memory import StepMemory
 from zoo.shard.module_buffers import ModuleBuffers
 from zoo.shard.offload.stores import open_stores
-from zoo.shard.offload.tiers import OffloadError
 from zoo.shard.placement.axes import Axes
-from zoo.shard.placement.families import check_ranks, make_families, ranks_of
-from zoo.shard.placement.placements import offload, place
-from zoo.shard.placement.plan import check_rows, described_parameters, plan_model
-from zoo.shard.placement.precision import Precision, resolve_precision, rounds
+from zoo.shard.placement.families import check_ranks, ranks_of
+from zoo.shard.placement.plan import check_rows
+from zoo.shard.placement.precision import Precision, resolve_precision
 from zoo.shard.placement.precision import cast_inputs as casting
 from zoo.shard.placement.units import UnitChoice, UnitSpec, check_parameters
-from zoo.shard.quantised_parameters import meaning
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.hooks import Runtime
 from zoo.shard.runtime.residency import budgets_of
@@ -161,66 +158,22 @@ class ShardedModel:
         all of the model."""
         with contextlib.suppress(Exception):
             self._give_back([b for b in self.buckets if b.is_here])
-        lost = [name for name, p in self.module.named_parameters() if getattr(type(p), "_zoo_bucket", None) is not None]
-        if not lost or not isinstance(error, Exception):
-            return error
-        text = (
-            f"{sentence_of(error)} By then the model was split in part: of {len(lost)} parameter(s), such as "
-            f"{lost[0]!r}, this rank has only a shard. It is of no use any more; build it anew."
-        )
-        if isinstance(error, RankFailedError):
-            return RankFailedError(text, error.ranks)
-        return OffloadError(text) if isinstance(error, OffloadError) else RuntimeError(text)
+        return told_of_parts(error, self.module)
 
     def _build(
         self, units: UnitChoice | None, group_of: Callable[[nn.Parameter], int], keep_norms: bool,
         aio: io.AioConfig | io.Handle | None, arguments: Mapping[str, Any],
     ) -> None:  # fmt: skip
         cfg = self.config
-        with raise_in_next(lambda: self.comm, CONSTRUCTION):
-            specs, plan, layout = plan_model(
-                self.module,
-                units,
-                cfg,
-                precision=self.precision,
-                group_of=group_of,
-                sparse=self.sparse_gradients,
-                mesh=self._ranks.mesh,
-            )
-            codes = {
-                name: p for b in plan if b.coded and not b.axes for name, p in zip(b.names, b.parameters, strict=True)
-            }
-            alike = {**arguments, "what the codes of frozen parameters stand for": meaning(codes)}
-        device = plan[0].parameters[0].device
-        agree(self.comm, layout, alike, lambda: described_parameters(plan))
-        agree_on_kernels(self.comm, device)
-        named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
-        if cfg.buffers != "own":
-            named += self.module.named_buffers()
-        ranks = self._ranks
-        self.families = make_families(
-            ranks.data, ranks.mesh, ranks.data_axes, named, cfg, layer_axes=ranks.layer_axes, layers=ranks.layers
-        )
+        found = choose(
+            self.module, self._ranks, units, cfg, self.precision, group_of, sparse=self.sparse_gradients,
+            trains=self._trains, switch=self.switch, arguments=arguments, on_any_layer=self.on_any_layer,
+            refuse_together=self.refuse_together,
+        )  # fmt: skip
+        self.families, self.tied_anywhere = found.families, found.tied_anywhere
         self.axes: Axes = self.families[()]
-        self.tied_anywhere = self.on_any_layer(any(axes.spans_layers for axes in self.families.values()), device)
-        if self.tied_anywhere and cfg.update_in_backward:
-            raise NotImplementedError(
-                "update_in_backward=True with parameters that several pipeline stages have (zoo.layout.declare_tied): "
-                "their gradients are complete at the step. Leave one of the two out."
-            )
-        if device.type == "cpu":
-            for family in sorted(self.families):
-                self.families[family].share_memory()
+        plan, placements, routes = found.plan, found.placements, found.routes
         self.module_buffers = ModuleBuffers(self.module, cfg.buffers, self.families) if cfg.buffers != "own" else None
-        placements = place(plan, self.families, cfg)
-        for spec, placed in zip(plan, placements, strict=True):
-            # What is kept as int8 is rounded anyway, and what never changes back needs no memory.
-            spec.keeps_originals = self._trains and rounds(spec.original, spec.dtype) and not placed.parameters.packed
-        if self.switch is not None:
-            self.refuse_together(cannot_be_left(plan, cfg))
-        routes = choose_routes(plan, placements, self.families, cfg, self.precision, self.switch)
-        chunks = [route.axes.shard.size for route in routes]
-        placements = offload(plan, placements, chunks, cfg)
         memory = StepMemory()
         off = cfg.offload_param.device != "none" or cfg.offload_optimizer.device != "none"
         with raise_together(self.everyone if off else None, "opening what offloaded state lives in"):
@@ -235,7 +188,7 @@ class ShardedModel:
             self.buckets.append(bucket)
         if cfg.offload_host_bytes is None:  # under a cap blocks go back when they are freed
             memory.begin()
-        self._hook(specs)
+        self._hook(found.specs)
         self.writes = Writes(self.buckets, self.runtime)
         self.members = Members(self.module, self.buckets, self.runtime.units)
 
@@ -249,6 +202,7 @@ class ShardedModel:
             self.votes = GatherVotes(self.comm, self.buckets)
             for bucket in self.buckets:
                 bucket.votes = self.votes if bucket.partitioned else None
+        recovers = self.comm.size > 1 and self.votes is None and not self.comm.is_dry
         self._budgets = budgets_of(self.buckets, specs, cfg, spans=spans)
         self.runtime = Runtime(
             specs,
@@ -260,9 +214,7 @@ class ShardedModel:
             demand_all=not cfg.ignore_unused_parameters,
             policy=self._budgets,
             executor=self.executor,
-            recovery=Recovery(self.comm)
-            if self.comm.size > 1 and self.votes is None and not self.comm.is_dry
-            else None,
+            recovery=Recovery(self.comm) if recovers else None,
             cast_inputs=None if self.precision.inputs is None else casting(self.precision.inputs),
         )
 
@@ -516,7 +468,7 @@ class ShardedModel:
             RuntimeError: inside of ``GatheredParameters``, where ranks may have values of their own.
         """
         if not self.closed:
-            self._check_not_held()
+            self.writes.check_not_held()
             if self.votes is not None:
                 self.settle()
             self.closed = True
@@ -525,14 +477,6 @@ class ShardedModel:
         if self._to_give is not None:
             self._give_back(self._to_give)
             self._to_give = None
-
-    def _check_not_held(self) -> None:
-        if self.writes.held:
-            named = ", ".join(bucket.label for bucket in list(self.writes.held)[:3])
-            raise RuntimeError(
-                f"close() inside of GatheredParameters (of {named}), whose modifier_rank has not told the others yet "
-                "what it wrote: it comes after it."
-            )
 
     def refuse_closed(self) -> None:
         """Raise ValueError after :meth:`close`."""

@@ -124,6 +124,15 @@ class Writes:
         if bucket.partitioned:  # of the others what was written elsewhere is still to be taken over
             self.note(bucket)
 
+    def check_not_held(self) -> None:
+        """Before the model is given back. Raises RuntimeError where some of it is held."""
+        if self.held:
+            named = ", ".join(bucket.label for bucket in list(self.held)[:3])
+            raise RuntimeError(
+                f"close() inside of GatheredParameters (of {named}), whose modifier_rank has not told the others yet "
+                "what it wrote: it comes after it."
+            )
+
     def _release(self, bucket: Bucket, before: tuple[bool, bool], *, forget: bool) -> None:
         """With ``forget`` what is gathered is not used any more."""
         was_live, was_hidden = before
