@@ -5,6 +5,7 @@
 * :func:`plan_of`: the plan of a model of transformers: what its family says, or what the model ships. :func:`prove`:
   whether it computes what the whole model does. :func:`guess`, :func:`prove_on`: the same of any model.
   :func:`summary`: bytes of ranks and what they send.
+* :func:`plan_of_partition_config`, :func:`plan_of_injection_policy`: plans written in DeepSpeed's ways.
 * :func:`parameters_on_meta`, :func:`load`, :func:`slices`: a model that no rank ever holds, read and saved;
   :func:`joined`: from files of other ranks' parts.
 * :func:`in_parts`, :func:`cross_entropy`: the loss of a vocabulary that is dealt.

@@ -1,5 +1,6 @@
 from .guess import guess as guess
 from .huggingface import plan_of as plan_of
+from .injection import plan_of_injection_policy as plan_of_injection_policy
 from .joined import joined as joined
 from .loading import load as load
 from .loading import parameters_on_meta as parameters_on_meta
@@ -7,6 +8,7 @@ from .loading import slices as slices
 from .loss import Parts as Parts
 from .loss import cross_entropy as cross_entropy
 from .loss import in_parts as in_parts
+from .patterns import plan_of_partition_config as plan_of_partition_config
 from .plans import AXIS as AXIS
 from .plans import Count as Count
 from .plans import Cut as Cut

@@ -21,10 +21,8 @@ KIND = "tensor_family"
 """Of the registry: ``model_type`` → ``plan(config)``."""
 _LATENTS = ("kv_lora_rank", "qk_rope_head_dim")
 """Sizes of a configuration: what heads are made of, and the rotary key that all of them read."""
-_QUERIES = frozenset({"q", "q_b_proj", "q_lin", "q_proj", "query", "query_proj", "wq"})
-_KEYS = frozenset(
-    {"k", "k_lin", "k_proj", "key", "key_proj", "v", "v_lin", "v_proj", "value", "value_proj", "wk", "wv"}
-)
+QUERIES = frozenset({"q", "q_b_proj", "q_lin", "q_proj", "query", "query_proj", "wq"})
+KEYS = frozenset({"k", "k_lin", "k_proj", "key", "key_proj", "v", "v_lin", "v_proj", "value", "value_proj", "wk", "wv"})
 _COUNTERS = {
     "num_heads": "head", "num_attention_heads": "head", "n_heads": "head", "n_head": "head", "n_rep": "query",
     "num_key_value_heads": "kv", "num_kv_heads": "kv", "num_key_value_groups": "query",
@@ -108,7 +106,7 @@ def of_styles(model: nn.Module) -> Plan:
     Raises:
         ValueError: it ships none, or one that no rule can say.
     """
-    styles = {_wildcards(path): style for path, style in (getattr(model, "tp_plan", None) or {}).items()}
+    styles = {wildcards(path): style for path, style in (getattr(model, "tp_plan", None) or {}).items()}
     modules = dict(model.named_modules())
     there = {path: style for path, style in styles.items() if _any(path, modules) or _is_parameter(path, model)}
     name = type(model).__name__
@@ -122,7 +120,7 @@ def of_styles(model: nn.Module) -> Plan:
     kv = getattr(config, "num_key_value_heads", None) or heads
     words = _vocabulary(model, modules, config.vocab_size)
     dealt = [path for path, style in there.items() if style not in _GATHERED]
-    attentions = {path.rpartition(".")[0] for path in dealt if path.rpartition(".")[2] in _QUERIES}
+    attentions = {path.rpartition(".")[0] for path in dealt if path.rpartition(".")[2] in QUERIES}
     ends = {rule.module for rule in words} | _ends(model, modules)
     experts = [path for path, style in there.items() if style == "moe_tp_experts"]
     inside = {path for path in there if path.rpartition(".")[0] in experts}
@@ -152,7 +150,7 @@ def _rule(path: str, style: str, attentions: Iterable[str], model: str) -> Rule 
     inner = "head dim" if within else "inner"
     if within and name == "kv_b_proj" and style == "colwise":  # keys and values of each query head
         return Rule(module=path, rows="head dim", cut="head")
-    if within and style == "colwise" and name not in _QUERIES | _KEYS:
+    if within and style == "colwise" and name not in QUERIES | KEYS:
         raise ValueError(
             f"{model} ships the style colwise for {path}, within attention, and its name does not say which rows are a "
             "head's; give a plan (zoo.tensor.Plan)."
@@ -202,7 +200,7 @@ def _latents(config: Any, styles: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def _rows(path: str, name: str) -> Rule:
-    dim = "head" if name in _QUERIES else "kv" if name in _KEYS else ""
+    dim = "head" if name in QUERIES else "kv" if name in KEYS else ""
     return Rule(module=path, rows=f"{dim} dim" if dim else "inner", cut=dim or "inner")
 
 
@@ -255,6 +253,6 @@ def _is_parameter(path: str, model: nn.Module) -> bool:
     return any(matches(path, name) for name, _ in model.named_parameters())
 
 
-def _wildcards(path: str) -> str:
+def wildcards(path: str) -> str:
     """Numbers of layers as ``*``."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
