@@ -232,7 +232,12 @@ OTHERS: dict[str, str] = {
     "compression_training.layer_reduction.module_name_prefix": "page",
     "compression_training.layer_reduction.teacher_layer": "page",
     "compression_training.layer_reduction.other_module_name": "page",
-    "tensor_parallel.autotp_size": "page", "zero_optimization.leaf_module": "page", "aio.use_gds": "page",
+    "tensor_parallel.autotp_size": "page", "tensor_parallel.partition_config": "page",
+    "tensor_parallel.preset_model": "page", "tensor_parallel.injection_policy_tuple": "page",
+    "tensor_parallel.tp_overlap_comm": "page", "tensor_parallel.tp.tp_size": "page",
+    "tensor_parallel.tp.tp_grain_size": "page", "tensor_parallel.dtype": "page",
+    "tensor_parallel.vocab_parallel_lm_head": "page", "tensor_parallel.keep_module_on_host": "page",
+    "zero_optimization.leaf_module": "page", "aio.use_gds": "page",
 }  # fmt: skip
 """Every other key: line of seed 001, or where else it is from."""
 
@@ -242,6 +247,12 @@ EFFECTS: dict[str, str] = {
     "pipeline.stages": "tests/pipe/test_faults.py::test_a_configuration_for_other_stages_is_refused",
     "tensor_parallel": "tests/tensor/test_engine.py::test_every_key_of_the_section_does_what_it_says",
     "tensor_parallel.tp": "tests/tensor/test_engine.py::test_every_key_of_the_section_does_what_it_says",
+    **{
+        f"tensor_parallel.{key}": "tests/tensor/test_engine.py::test_deepspeeds_ways_to_say_how_a_model_is_cut"
+        for key in ("partition_config", "preset_model", "injection_policy_tuple")
+    },
+    "tensor_parallel.tp_overlap_comm":
+        "tests/tensor/test_splitting.py::test_sums_in_pieces_are_the_sums_and_begin_while_the_rest_is_computed",
     "tensorboard": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",
     "wandb": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",
     "csv_monitor": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",

@@ -151,3 +151,54 @@ def test_every_key_of_the_section_does_what_it_says() -> None:
             engine_of(autotp_size=2, tp={"tp_grain_size": 4})
 
     sim.run(2, fn, seed=0)
+
+
+def test_deepspeeds_ways_to_say_how_a_model_is_cut() -> None:
+    ids = torch.randint(11, (1, 6), generator=torch.Generator().manual_seed(1))
+    rows, ends = ["self_attn.o_proj", "mlp.down_proj"], r"(self_attn\.[qkv]_proj|mlp\.(up|gate)_proj)\.weight$"
+    specs = [
+        {"patterns": [rf".*\.{ends}"], "partition_type": "column"},
+        {"patterns": [r".*\.o_proj\.weight$", r".*\.down_proj\.weight$"], "partition_type": "row"},
+    ]
+    mlp = [{"patterns": [r".*self_attn\."], "partition_type": "skip"}]
+
+    def fn(rank: int) -> None:
+        whole = llama()
+        expected = whole(ids, labels=ids)
+        names = {name for name, _ in whole.named_modules() if name.endswith("_proj")}
+        for section, cut in (
+            ({"partition_config": {"layer_specs": specs}}, names),
+            ({"preset_model": "llama"}, names),
+            ({"preset_model": "llama", "partition_config": {"layer_specs": mlp}}, {n for n in names if "mlp" in n}),
+            ({"preset_model": "llama", "partition_config": {"layer_specs": specs[:1] * 2 + specs[1:],
+                                                            "use_default_specs": False}}, names),
+            ({"injection_policy_tuple": rows}, names),
+            ({"injection_policy_tuple": {"LlamaDecoderLayer": rows}, "tp_overlap_comm": True}, names),
+        ):  # fmt: skip
+            given = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2, **section}}
+            engine = zoo.engine.initialize({**given, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, llama())[0]
+            found = {n.removesuffix(".weight") for n, p in engine.module.named_parameters() if split_of(p).box}
+            assert found == cut, section
+            loss = engine(ids, labels=ids).loss
+            torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-6)
+            engine.backward(loss)
+            engine.step()
+            engine.destroy()
+        for section, told in (
+            ({"partition_config": {"layer_specs": specs[:1]}}, "is refused: the split model fails"),
+            (
+                {"partition_config": {"specs": []}},
+                "tensor_parallel.partition_config: partition_config has no key 'specs'",
+            ),
+            ({"preset_model": "gpt"}, "tensor_parallel.preset_model: preset_model 'gpt'; there are bloom"),
+            ({"preset_model": "llama", "injection_policy_tuple": rows}, "keep one of them"),
+            ({"partition_config": {}, "plan": {"name": "x"}}, "plan, partition_config say how"),
+            ({"sequence": True, "tp_overlap_comm": True}, "tokens are summed and scattered whole"),
+            ({"injection_policy_tuple": ["o_project"]}, "names o_project, and LlamaForCausalLM has no list"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                zoo.engine.initialize(
+                    {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2, **section}}, llama()
+                )
+
+    sim.run(2, fn, seed=0)

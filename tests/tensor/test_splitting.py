@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.layout import boxes_of, split_of
-from zoo.tensor import Plan, Rule, split
+from zoo.tensor import Plan, Region, Rule, split
 
 
 @st.composite
@@ -205,3 +206,49 @@ def test_what_does_not_fit_is_told_before_anything_changes() -> None:
             mine(torch.tensor([[1, 13]]))
 
     sim.run(2, fn, seed=0)
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+def test_sums_in_pieces_are_the_sums_and_begin_while_the_rest_is_computed(degree: int) -> None:
+    """As many bytes in twice as many messages; the first is under way before the second product."""
+    shape = Shape(heads=6, kv=2, layers=2, vocab=12)
+    ids, size = tokens(shape), tokens(shape).numel() * WIDTH * 8
+
+    def fn(rank: int) -> None:
+        def made(overlap: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+            comm, model = Communicator(), Decoder(shape)
+            split(model, plan_of(shape), comm, overlap=overlap)
+            comm.log.reset()
+            logits = model(ids)
+            sums = comm.log.ops["all_reduce"]
+            blocks = 2 * shape.layers
+            assert (sums.count, sums.message_bytes) == (blocks * (1 + overlap) + 1, (blocks + 1) * size)
+            (logits * weights_of(logits)).sum().backward()
+            return logits, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+        (whole, expected), (pieces, found) = made(False), made(True)
+        torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+        events: list[str] = []
+        comm, x = Communicator(), torch.randn(5, 4, dtype=torch.float64)
+        region, send = Region(comm), comm.all_reduce
+
+        class Sent:
+            def wait(self) -> None:
+                events.append("waited")
+
+        def all_reduce(tensor: torch.Tensor) -> Any:
+            events.append(f"{len(tensor)} rows")
+            send(tensor).wait()
+            return Sent()
+
+        region.pieces = 2
+        comm.all_reduce = all_reduce  # type: ignore[method-assign, assignment]
+        region.product(x, torch.randn(3, 4, dtype=torch.float64))
+        assert events == ["3 rows", "2 rows", "waited", "waited"]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert region.product(x.float(), torch.randn(3, 4)).dtype is torch.bfloat16
+
+    sim.run(degree, fn, seed=0)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        split(Decoder(shape), plan_of(shape), sim.run(1, lambda rank: Communicator())[0], sequence=True, overlap=True)

@@ -36,6 +36,22 @@ class TensorParallelConfig(Section):
     tp: TpConfig = Field(default_factory=TpConfig)
     """``tp_size`` and ``tp_grain_size``."""
 
+    preset_model: str | None = None
+    """Patterns of names of layers, ready made: "llama", "qwen2", "bloom", "chatglm", "phi3", "mixtral",
+    "deepseek_v2". null: the model's own family says it."""
+
+    partition_config: dict[str, Any] | None = None
+    """Patterns of parameter names (``layer_specs``): what matches is column- or row-parallel, or stays whole. They
+    count before those of ``preset_model``, or, with ``use_default_specs`` false, in their place."""
+
+    injection_policy_tuple: list[str] | dict[str, list[str]] | None = None
+    """Names of row-parallel layers in the modules that are repeated; other linear layers there are column-parallel. Or
+    such names by the class of the module: {"LlamaDecoderLayer": ["o_proj", "down_proj"]}."""
+
+    tp_overlap_comm: bool = False
+    """Outputs of row-parallel layers are made in two pieces; the first is summed over ranks while the second is
+    computed."""
+
     plan: Annotated[dict[str, Any] | None, OWN] = None
     """A plan as data (``Plan.as_data()``). null: what the model's method ``tensor_plan()`` returns, if it has one; else
     the plan of its family, or the styles that it ships."""
@@ -50,10 +66,7 @@ class TensorParallelConfig(Section):
     """The loss of a causal language model is computed from parts of the logits, which are not gathered."""
 
     fates: ClassVar[Mapping[str, Fate]] = {
-        "preset_model": unnecessary("the model's own type says which family's plan is its", None, str),
-        "partition_config": waits("plans written as DeepSpeed's layer_specs; give tensor_parallel.plan", None, dict),
-        "injection_policy_tuple": waits("plans written as an injection policy; give tensor_parallel.plan", None, list),
-        "tp_overlap_comm": unnecessary("sums over ranks are not cut in pieces", False, nothing=(True,)),
+        "dtype": unnecessary("fp16, bf16 and data_types say the dtype of parameters", None, str),
         "keep_module_on_host": unnecessary("a part has its own memory, and the rest is given back", False,
                                            nothing=(True,)),
         "replace_with_kernel_inject": waits("kernel injection", False),
@@ -74,10 +87,26 @@ class TensorParallelConfig(Section):
         where = "tensor_parallel"
         if self.autotp_size > 1 and self.tp.tp_size not in (1, self.autotp_size):
             yield f"{where}.autotp_size={self.autotp_size} and {where}.tp.tp_size={self.tp.tp_size}: keep one of them"
-        if self.plan is not None:
-            from zoo.tensor.plans import Plan
+        ways: dict[str, Any] = {"plan": self.plan, "injection_policy_tuple": self.injection_policy_tuple}
+        ways |= {"partition_config": self.partition_config, "preset_model": self.preset_model}
+        given = [key for key, value in ways.items() if value is not None]
+        if len(given) > 1 and given != ["partition_config", "preset_model"]:
+            yield f"{where}: {', '.join(given)} say how the model is cut; keep one of them"
+        if self.sequence and self.tp_overlap_comm:
+            yield f"{where}.sequence with tp_overlap_comm: tokens are summed and scattered whole; keep one of them"
+        if self.plan is not None or self.partition_config is not None or self.preset_model is not None:
+            yield from self._misread(where)
 
+    def _misread(self, where: str) -> Iterable[str]:
+        from zoo.tensor.patterns import PartitionConfig, preset_specs
+        from zoo.tensor.plans import Plan
+
+        for key, read in (
+            ("plan", Plan.of_data), ("partition_config", PartitionConfig.of_data), ("preset_model", preset_specs),
+        ):  # fmt: skip
+            value: Any = getattr(self, key)
             try:
-                Plan.of_data(self.plan)
+                if value is not None:
+                    read(value)
             except (ValueError, TypeError, AttributeError) as error:
-                yield f"{where}.plan: {error}"
+                yield f"{where}.{key}: {error}"

@@ -9,6 +9,7 @@ of DeepSpeed's ``injection_policy``. A name is the end of a path, as ``o_proj`` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +20,8 @@ WHOLE = frozenset({"gate", "kv_a_proj_with_mqa", "q_a_proj", "router", "shared_e
 """Linear layers that choose experts or make latents: every rank needs all of their outputs."""
 _LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", "FalconLinear", "Conv1D")
 
-Policy = Mapping[type[nn.Module] | str, Sequence[str] | str]
+Policy = Mapping[Any, Any]
+"""Class of a module, or its name → names, or one."""
 
 
 def plan_of_injection_policy(model: nn.Module, policy: Policy | Sequence[str]) -> Plan:

@@ -130,7 +130,10 @@ class Row(Layer):
         if part.scatter:
             ((start, stop),) = part.cut.runs
             x = part.region.scatter(x, start, stop)
-        y = part.region.leave(_product(part, x, self.weight, None))
+        if part.region.pieces > 1:
+            y = part.region.product(x, self.weight.t() if part.turned else self.weight)
+        else:
+            y = part.region.leave(_product(part, x, self.weight, None))
         return y if self.bias is None else y + self.bias.to(y.dtype)  # under autocast as where the product adds it
 
 

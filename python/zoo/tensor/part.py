@@ -12,7 +12,9 @@ from zoo.parts import Environment
 from zoo.tensor.agreement import all_or_none
 from zoo.tensor.config import TensorParallelConfig
 from zoo.tensor.huggingface import plan_of
+from zoo.tensor.injection import plan_of_injection_policy
 from zoo.tensor.loss import in_parts
+from zoo.tensor.patterns import plan_of_partition_config
 from zoo.tensor.plans import AXIS, Plan
 from zoo.tensor.proof import prove
 from zoo.tensor.splitting import split
@@ -52,14 +54,26 @@ class TensorParallelPart:
         comm, grain, sequence = Communicator.of_axes(mesh, [AXIS]), self.section.tp.tp_grain_size, self.section.sequence
 
         def proved() -> Plan:
-            own = getattr(module, "tensor_plan", None)
-            plan = self.plan or (own() if callable(own) else plan_of(module))
+            plan = self.plan or self._plan_of(module)
             if self.section.prove and hasattr(getattr(module, "config", None), "model_type"):
                 prove(module, module.config, plan, degree, grain=grain, sequence=sequence)
             return plan
 
         self.plan = all_or_none(comm, "finding a tensor-parallel plan", proved)
-        split(module, self.plan, mesh, grain=grain, sequence=sequence)
+        split(module, self.plan, mesh, grain=grain, sequence=sequence, overlap=self.section.tp_overlap_comm)
         if self.section.vocab_parallel_lm_head:
             in_parts(module)
         _log.info("cut over %d ranks by %s", degree, self.plan)
+
+    def _plan_of(self, module: nn.Module) -> Plan:
+        """What the section says of it; else the model itself, its family, or the styles that it ships."""
+        section = self.section
+        if section.partition_config is not None or section.preset_model is not None:
+            return plan_of_partition_config(
+                module, section.partition_config, section.degree, preset=section.preset_model
+            )
+        if section.injection_policy_tuple is not None:
+            return plan_of_injection_policy(module, section.injection_policy_tuple)
+        own = getattr(module, "tensor_plan", None)
+        plan: Plan = own() if callable(own) else plan_of(module)
+        return plan

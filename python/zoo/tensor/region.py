@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zoo.comm import Communicator
 
+PIECES = 2
+"""Of outputs that are summed in pieces."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -49,12 +51,15 @@ class Region:
         """A mask of a whole tensor is being drawn."""
         self.inside = False
         """Tensors are parts now: after a column-parallel layer and before a row-parallel one."""
+        self.pieces = 1
+        """In how many pieces outputs of row-parallel layers are made."""
         self._entered: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         """What came in, as which version, and what was made of it; emptied by the way out."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         if id(self) not in memo:
             memo[id(self)] = type(self)(self.comm)
+            memo[id(self)].pieces = self.pieces
         return memo[id(self)]  # type: ignore[no-any-return]
 
     @eager
@@ -92,6 +97,22 @@ class Region:
             self.comm.all_reduce(x).wait()
             return x
         found: torch.Tensor = _Leave.apply(x, self.comm)
+        return found
+
+    @eager
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Σ over ranks of x W^T, in ``pieces`` of its rows: each is summed while the next is computed.
+
+        Args:
+            x: (…, I). weight: (O, I).
+        """
+        self.rest()
+        if not has_values(x):
+            return x.new_empty(*x.shape[:-1], len(weight))
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+        found: torch.Tensor = _Product.apply(x, weight, self.comm, self.pieces)
         return found
 
     @eager
@@ -142,6 +163,32 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         # The identity; for a gradient of gradients, which are each rank's own, it is a way in.
         return (_Enter.apply(grad, ctx.comm) if torch.is_grad_enabled() else grad), None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, comm: Communicator, pieces: int) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.comm = comm
+        rows = x.reshape(-1, x.shape[-1])
+        y = rows.new_empty(len(rows), len(weight))
+        sums = []
+        for piece, out in zip(rows.tensor_split(pieces), y.tensor_split(pieces), strict=True):
+            if len(out):
+                torch.mm(piece, weight.t(), out=out)
+                sums.append(comm.all_reduce(out))
+        for each in sums:
+            each.wait()
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = _Enter.apply(grad, ctx.comm) if torch.is_grad_enabled() else grad  # as of _Leave
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+        return grad @ weight if needs_x else None, of_weight, None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -22,7 +22,7 @@ from zoo.tensor.dims import Dims
 from zoo.tensor.dropout import Dealt, WholeMasks, drops
 from zoo.tensor.layers import Column, Direct, Features, Inside, Layer, Part, Row, Vocabulary, become, part_of
 from zoo.tensor.plans import AXIS, Count, Cut, Plan, Rule, Take, matches
-from zoo.tensor.region import Region
+from zoo.tensor.region import PIECES, Region
 from zoo.tensor.sequence import Place, SequenceRegion, gather_tokens
 from zoo.tensor.shares import HEAD, KV, QUERY
 
@@ -54,7 +54,7 @@ class Setting:
 
 def split(
     model: nn.Module, plan: Plan, mesh: Any, *, training: bool = True, grain: int = 1, sequence: bool = False,
-    axis: str = AXIS,
+    overlap: bool = False, axis: str = AXIS,
 ) -> Region:  # fmt: skip
     """Leave on every rank its part of ``model``, in place. Collective over the axis, for its communicator.
 
@@ -66,6 +66,8 @@ def split(
             Else each rank has copies of those that it needs.
         grain: hidden features and the vocabulary are dealt in multiples of this.
         sequence: between blocks each rank has a share of the tokens (:mod:`zoo.tensor.sequence`).
+        overlap: outputs of row-parallel layers are made in pieces, and one is summed while the next is computed. The
+            same numbers of bytes in more messages; not with ``sequence``.
 
     Returns:
         The region, for a loss over parts.
@@ -76,12 +78,17 @@ def split(
     comm = mesh if isinstance(mesh, Communicator) else Communicator.of_axes(_with_names(mesh), [axis])
 
     def prepare() -> _Prepared:
+        if overlap and sequence:
+            raise ValueError(
+                "overlap=True with sequence=True: tokens are summed and scattered whole; leave one of them out."
+            )
         return _prepared(model, plan, comm, training, grain, sequence)
 
     def alike(_: _Prepared) -> dict[str, Any]:
-        return {"plan": plan.as_data(), "setting": (training, grain, sequence), **description(model)}
+        return {"plan": plan.as_data(), "setting": (training, grain, sequence, overlap), **description(model)}
 
     prepared = all_or_none(comm, "splitting a model", prepare, alike)
+    prepared.region.pieces = PIECES if overlap else 1
     if comm.size == 1:
         return prepared.region
     if comm is not mesh:
