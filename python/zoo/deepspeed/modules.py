@@ -139,6 +139,8 @@ class TableFinder(MetaPathFinder, Loader):
         while path and path not in self.absent and not isinstance(entry, Refused):
             path = path.rpartition(".")[0]
             entry = self.entry(path)
+            if isinstance(entry, (Name, str)):  # a name of a class that is there
+                return None
         if not path:
             return None
         reason = entry.why if isinstance(entry, Refused) else self.absent[path]

@@ -12,7 +12,7 @@ from zoo.deepspeed.surface import (
     compression,
     configuration,
     constants,
-    moe,
+    model_parallel,
     optimizers,
     pipelines,
     root,
@@ -39,6 +39,6 @@ def _joined(*tables: Table) -> dict[str, object]:
 
 TABLE: Table = _joined(  # type: ignore[assignment]
     root.TABLE, absent.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, constants.TABLE,
-    moe.TABLE, optimizers.TABLE, pipelines.TABLE, utilities.TABLE,
+    model_parallel.TABLE, optimizers.TABLE, pipelines.TABLE, utilities.TABLE,
     zero.TABLE,
 )  # fmt: skip

@@ -17,9 +17,9 @@ _PROFILER = (
     "there is no profiler of operations yet; torch.utils.flop_counter counts them, and wall_clock_breakdown times."
 )
 _TENSOR_PARALLEL = (
-    "layers are not split over ranks by injection yet; torch.distributed.tensor.parallel splits them, and zoo takes a "
-    "mesh with an axis for it."
+    "a model is cut by the section tensor_parallel, or by zoo.tensor; layers are not replaced by kernels."
 )
+_CUT = "the engine does it, from the section tensor_parallel and what tp_model_init was told."
 _COMPILER = "there are no compiler passes of its own yet; engine.compile() is torch.compile."
 _SEQUENCES = (
     "models are not rewritten for split sequences; DistributedAttention and UlyssesSPAttentionHF wrap their attention."
@@ -85,7 +85,7 @@ ABSENT: Mapping[str, str] = {
     "runtime.rollout": _ROLLOUT,
     "runtime.superoffload": "SuperOffload is not there; offload_optimizer is.",
     "runtime.swap_tensor": "parameters and states go to NVMe by zoo.shard.offload, in pieces of any size.",
-    "runtime.tensor_parallel": _TENSOR_PARALLEL,
+    "runtime.tensor_parallel": _CUT,
     "runtime.zenflow": _ZENFLOW,
     "runtime.zero.parameter_offload": _INTERNAL,
     "runtime.zero.partition_parameters.CUDAQuantizer": (
@@ -99,14 +99,12 @@ ABSENT: Mapping[str, str] = {
         "partitioned parameters keep their whole shape; ds_status says whether their values are there."
     ),
     "runtime.zero.stage_1_and_2.IPGBucket": _INTERNAL,
-    "tp_model_init": _TENSOR_PARALLEL,
     "DeepSpeedHybridEngine": _ROLLOUT,
     "DeepSpeedTransformerConfig": _TRANSFORMER,
     "DeepSpeedTransformerLayer": _TRANSFORMER,
     "InferenceEngine": _INFERENCE,
     "default_inference_config": _INFERENCE,
     "replace_transformer_layer": _TENSOR_PARALLEL,
-    "set_autotp_mode": _TENSOR_PARALLEL,
     "DualPipeVEngine": _DUALPIPE,
     "DualPipeVModule": _DUALPIPE,
     "checkpoint.enable_universal_checkpoint": _SHAPES_OF_FILES,

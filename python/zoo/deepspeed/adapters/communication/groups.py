@@ -22,6 +22,9 @@ expert_tensor_parallel_world_size = 1
 
 # By the group of all ranks, so that a job forgets its own.
 _ENGINES: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
+_CUT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The mesh of the last engine whose model was cut by the section ``tensor_parallel``, which may be gone: programs make
+layers for its ranks then."""
 _ALONE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """For layers with ep_size=1: this rank by itself."""
 _MESHES: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
@@ -42,12 +45,15 @@ def _mpu() -> Any:
     return said if said is not None else __getattr__("mpu")
 
 
-def follow(engine: Any, given: Any) -> None:
-    """``initialize`` has made this engine of zoo, with this mpu."""
-    if given is not None:
-        globals()["mpu"] = given
+def follow(engine: Any, given: Any, *, by_mesh: bool = False) -> None:
+    """``initialize`` has made this engine of zoo, with this mpu; ``by_mesh``: the section ``tensor_parallel`` says
+    which ranks share layers, and so the engine's mesh, whatever an mpu says."""
+    if given is not None or by_mesh:
+        globals()["mpu"] = None if by_mesh else given
     if _dist.is_initialized():
         _ENGINES[_dist.group.WORLD] = ref(engine)
+        if by_mesh:
+            _CUT[_dist.group.WORLD] = engine.mesh
 
 
 def _engine() -> Any:
@@ -64,7 +70,10 @@ def _need_job(name: str) -> None:
 
 def _along(axis: str) -> Any:
     """The group along an axis of the engine's mesh; None where it has none of that name."""
-    mesh = getattr(_engine(), "mesh", None)
+    engine = _engine()
+    mesh = getattr(engine, "mesh", None)
+    if engine is None and axis == "tensor" and _dist.is_initialized():
+        mesh = _CUT.get(_dist.group.WORLD)
     names = getattr(mesh, "mesh_dim_names", None) or ()
     return mesh.get_group(axis) if mesh is not None and axis in names else None
 

@@ -320,7 +320,7 @@ class Questions(QuestionsOfFeatures):
     def autotp_size(self) -> int:
         """Ranks that have parts of a layer by the section ``tensor_parallel``; 0 where it does not ask for any."""
         asked = getattr(self.engine.config, "tensor_parallel", None)
-        return 0 if asked is None or asked.degree == 1 else int(asked.degree)
+        return 0 if asked is None else int(asked.autotp_size or asked.degree * (asked.degree > 1))
 
     @property
     def has_moe_layers(self) -> bool:

@@ -477,13 +477,18 @@ class DeepSpeedEngine(Questions, nn.Module):
         return dict(found) if self.engine.sharded.everyone.rank == 0 else None
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """As :meth:`_zero3_consolidated_16bit_state_dict`."""
-        if self.zero_optimization_stage() != 3:
+        """The same at any stage, where ranks share layers by the section ``tensor_parallel``.
+
+        Raises:
+            ValueError: every rank has the parameters whole.
+        """
+        if self.zero_optimization_stage() != 3 and not self.autotp_size():
             raise ValueError(
-                f"_consolidated_16bit_state_dict() at stage {self.zero_optimization_stage()}: only stage 3 parts the "
-                "parameters; every rank has them whole: module_state_dict()."
+                f"_consolidated_16bit_state_dict() at stage {self.zero_optimization_stage()}: only stage 3 and "
+                "tensor_parallel part the parameters; every rank has them whole: module_state_dict()."
             )
-        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        found = self.engine.module_state_dict(exclude_frozen_parameters)
+        return dict(found) if self.engine.sharded.everyone.rank == 0 else None
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",

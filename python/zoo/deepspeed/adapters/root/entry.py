@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,7 @@ from zoo.shard.agreement import all_ranks
 from zoo.shard.guard import ShardedParameter
 
 _log = logging.getLogger("zoo.deepspeed")
+_TENSOR_PARALLEL = "zoo.deepspeed.adapters.tensor.training"
 _OF_MPU = ("get_data_parallel_group", "get_sequence_parallel_group")
 _MADE: WeakValueDictionary[int, DeepSpeedEngine] = WeakValueDictionary()
 """By the id of what shards their models."""
@@ -121,6 +123,7 @@ def initialize(
     with comm.raise_together(everyone, "initialize"):
         module = _checked(model, optimizer, model_parameters, mpu, mesh_param)
         document = find_document(args, config if config is not None else config_params)
+        document = _with_tensor_parallel(document, module, mpu)
         pipeline = engine_class(module) is not DeepSpeedEngine
         by_mpu = hasattr(mpu, "get_sequence_parallel_world_size")
         given = translated(document, drop_optimizer=optimizer is not None, pipeline=pipeline, by_mpu=by_mpu)
@@ -165,6 +168,15 @@ def initialize(
     return made, made.optimizer, loader, schedule
 
 
+def _with_tensor_parallel(document: dict[str, Any], module: nn.Module, mpu: Any) -> dict[str, Any]:
+    """The document with what ``tp_model_init`` was told of the model."""
+    if _TENSOR_PARALLEL not in sys.modules:  # the program has not called it
+        return document
+    from zoo.deepspeed.adapters.tensor.training import with_model_init
+
+    return with_model_init(document, module, mpu)
+
+
 def _placed(mpu: Any, module: nn.Module, *, pipeline: bool) -> tuple[Any, Any]:
     """(mesh, group) of an mpu whose ranks share layers, each None where it says nothing of it."""
     if mpu is None:
@@ -182,7 +194,9 @@ def _wrapped(engine: Any, document: dict[str, Any], mpu: Any, *, pipeline: bool)
         import zoo.deepspeed.adapters.zero.parameters  # noqa: F401 - gives the parameters their attributes
     if gradient_allreduce_op(document) == "sum":
         _sum_gradients(engine, pipeline)
-    groups.follow(engine, mpu)
+    tensor_parallel = getattr(engine.config, "tensor_parallel", None)
+    by_section = tensor_parallel is not None and tensor_parallel.degree > 1
+    groups.follow(engine, mpu, by_mesh=by_section)
     made = engine_class(engine.module)(engine, document, mpu)
     _MADE[id(engine.sharded)] = made
     keep(engine.module, engine.sharded)
