@@ -227,6 +227,26 @@ def test_layers_of_parts_compute_what_the_whole_ones_do() -> None:
     run(3, fn)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_trains_layers_that_are_parts_already(stage: int) -> None:
+    norms, whole = alone()
+    skip = {"layer_specs": [{"patterns": [".*"], "partition_type": "skip"}]}
+
+    def fn(rank: int) -> None:
+        document = {"tensor_parallel": {"autotp_size": 2, "partition_config": skip}}
+        trained(Layers(), document)[0].destroy()  # for the ranks
+        group, model = groups.get_tensor_model_parallel_group(), Layers()
+        model.up, model.down = LinearLayer(model.up, group), LinearAllreduce(model.down, group)
+        engine, own = trained(model, {**document, "zero_optimization": {"stage": stage}})
+        assert own == pytest.approx(norms, rel=1e-4)
+        assert dist.get_world_size(groups.get_data_parallel_group()) == 1
+        found = engine._consolidated_16bit_state_dict()
+        if rank == 0:
+            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+
+    run(2, fn)
+
+
 def test_layers_alone_are_whole_and_refuse_what_they_do_not_take() -> None:
     linear, x = nn.Linear(4, 6), torch.randn(2, 4)
     for layer in (

@@ -112,6 +112,21 @@ def test_a_degree_and_a_mesh_that_do_not_fit_are_told() -> None:
     sim.run(3, fn, seed=0)
 
 
+def test_ranks_with_different_samples_are_told_before_the_first_forward() -> None:
+    def fn(rank: int) -> None:
+        engine, *_ = zoo.engine.initialize(document(2, 0, 2), Model(SHAPE))
+        (ids, other), (mine, *_) = batches(0)[:2], batches(1)
+        with pytest.raises(ValueError, match="rank 3 got other samples than rank 2"):  # on every rank
+            engine((ids, ids, other, mine)[rank])
+        with pytest.raises(ValueError, match="rank 1 got other samples than rank 0"):
+            engine(ids=ids if rank % 2 else ids[:1])
+        loss = engine((ids, other)[rank // 2])  # data-parallel ranks have their own
+        engine.backward(loss)
+        engine.destroy()
+
+    sim.run(4, fn, seed=0)
+
+
 def test_every_key_of_the_section_does_what_it_says() -> None:
     ids = torch.randint(11, (1, 6), generator=torch.Generator().manual_seed(1))
 

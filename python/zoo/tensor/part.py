@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import zlib
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zoo.comm import Communicator
 from zoo.parts import Environment
@@ -25,7 +29,7 @@ _log = logging.getLogger("zoo.tensor")
 
 
 class TensorParallelPart:
-    """Carries the section out, in ``prepare``.
+    """Carries the section out, in ``prepare``; before the first forward it compares what ranks of the axis got.
 
     Args:
         section: ``tensor_parallel``.
@@ -35,6 +39,8 @@ class TensorParallelPart:
     def __init__(self, section: TensorParallelConfig, environment: Environment) -> None:
         self.section = section
         self.plan = None if section.plan is None else Plan.of_data(section.plan)
+        self._unseen: Any = None
+        """The mesh, until its ranks have compared a batch."""
 
     def prepare(self, module: nn.Module, mesh: Any) -> None:
         """Leave this rank's part of ``module``, in place. Collective over the axis.
@@ -63,7 +69,22 @@ class TensorParallelPart:
         split(module, self.plan, mesh, grain=grain, sequence=sequence, overlap=self.section.tp_overlap_comm)
         if self.section.vocab_parallel_lm_head:
             in_parts(module)
+        self._unseen = mesh
         _log.info("cut over %d ranks by %s", degree, self.plan)
+
+    def on_batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+        """The arguments as they are. The first time, a collective of the mesh.
+
+        Raises:
+            ValueError: ranks of the axis, here or elsewhere, have different tensors in them.
+        """
+        if self._unseen is not None:
+            mine = [digest(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            _compare(self._unseen, mine)
+            self._unseen = None
+        return args, kwargs
 
     def _plan_of(self, module: nn.Module) -> Plan:
         """What the section says of it; else the model itself, its family, or the styles that it ships."""
@@ -77,3 +98,24 @@ class TensorParallelPart:
         own = getattr(module, "tensor_plan", None)
         plan: Plan = own() if callable(own) else plan_of(module)
         return plan
+
+
+def digest(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, dtype, and a number that stands for the bits."""
+    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(bits.numpy().tobytes())
+
+
+def _compare(mesh: Any, mine: list[tuple[Any, ...]]) -> None:
+    with contextlib.closing(Communicator.of_axes(mesh, mesh.mesh_dim_names)) as comm:
+        theirs = dict(zip(comm.ranks, comm.all_gather_object(mine), strict=True))
+    axis = mesh.mesh_dim_names.index(AXIS)
+    for ranks in mesh.mesh.movedim(axis, -1).flatten(0, -2).tolist():
+        others = [rank for rank in ranks if theirs[rank] != theirs[ranks[0]]]
+        if others:
+            same = [rank for rank in ranks if rank not in others]
+            raise ValueError(
+                f"rank {', '.join(map(str, others))} got other samples than rank {', '.join(map(str, same))}, and they "
+                "share one model's layers: give them the same. Deal samples by engine.batch_rank of "
+                "engine.batch_ranks, as the engine's own loader does."
+            )

@@ -195,7 +195,7 @@ def _get_data_parallel_group() -> Any:
         return mesh_device.get_group(mesh_dim="data_parallel")
     asked = _asked("get_data_parallel_group")
     if asked is None and (engine := _engine()) is not None:
-        asked = getattr(engine.comm, "group", None)
+        asked = _alone() if engine.comm.size == 1 < dist.get_world_size() else getattr(engine.comm, "group", None)
     return asked if asked is not None else dist.get_world_group()
 
 

@@ -59,7 +59,7 @@ class TensorParallel_Layer(Layer, nn.Linear):
         comm = comm_of(mp_group)
         if comm is not None and comm.size > 1:
             split(module, self._plan(module, comm.size), comm, axis=AXIS)
-        mine = {key: dict(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()}
+        mine = {key: value.copy() if isinstance(value, dict) else value for key, value in module.__dict__.items()}
         self.__dict__.update(mine)
         self._describe(mp_group, name)
 
