@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator, together
+from zoo.layout import split_of
 
 T = TypeVar("T")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -48,8 +49,9 @@ def all_or_none(
 
 
 def description(model: nn.Module) -> dict[str, Any]:
-    """By name: shape, dtype and a checksum of every parameter and buffer."""
+    """By name: shape, dtype and a checksum of every parameter and buffer that is no part of a larger one already."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = {name: tensor for name, tensor in tensors.items() if split_of(tensor).box is None}
     sums = [_checksum(tensor.detach()) for tensor in tensors.values()]
     values = torch.stack([s.cpu() for s in sums]).tolist() if sums else []
     return {
