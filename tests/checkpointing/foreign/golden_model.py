@@ -88,6 +88,40 @@ class Experts(nn.Module):
         return out
 
 
+PARTS = {
+    "autotp_size": RANKS,
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*qkv\.weight$"], "shape": [[6, 3, 3], -1], "partition_dim": 0},
+            {"patterns": [r".*out\.weight$", r".*down\.weight$"], "partition_type": "row"},
+            {"patterns": [r".*up\.weight$"], "partition_type": "column"},
+            {"patterns": [r"head\.weight$"], "partition_type": "column", "gather_output": True},
+        ],
+    },
+}
+"""How :class:`Cut` is dealt: sizes that the ranks do not divide."""
+
+
+class Cut(nn.Module):
+    """Matrices that AutoTP deals along either dim, and in blocks; a frozen layer and a buffer that all ranks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.qkv, self.out = nn.LayerNorm(5), nn.Linear(5, 12), nn.Linear(6, 5)
+        self.up, self.down, self.head = nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 3, bias=False)
+        self.free = nn.Linear(5, 5).requires_grad_(False)
+        self.register_buffer("shift", torch.arange(5) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = self.qkv(self.norm(x) + self.shift)[..., : self.out.weight.shape[1]]
+        x = x + self.out(torch.tanh(queries))
+        x = self.free(x + self.down(torch.tanh(self.up(x))))
+        found: torch.Tensor = self.head(x).sum(-1, keepdim=True)
+        return found
+
+
 def shared_ends(pipe: Any, loss_fn: Any) -> Any:
     """A pipeline of two stages whose first and last layer have one weight, of ``deepspeed.pipe``."""
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from zoo.checkpointing.errors import CheckpointError, together
-from zoo.checkpointing.foreign import deepspeed_universal
+from zoo.checkpointing.foreign import deepspeed_tensor, deepspeed_universal
 from zoo.checkpointing.foreign.deepspeed_files import (
     Folder,
     find_folder,
@@ -83,8 +83,9 @@ def load_deepspeed(
         universal: False: without a tag ``latest`` comes before ``latest_universal``.
 
     Raises:
-        CheckpointError: on all ranks alike, naming what is wrong or missing. Tensor-parallel parts, of which the files
-            do not say how they fit together, have to be made universal first, with DeepSpeed's ``ds_to_universal``.
+        CheckpointError: on all ranks alike, naming what is wrong or missing. Tensor-parallel parts whose files do not
+            say how they fit together (``universal_checkpoint_info``: AutoTP's and Megatron's do) have to be made
+            universal first, with DeepSpeed's ``ds_to_universal``.
     """
     comm = comm if comm is not None else Communicator()
     opened: list[ForeignCheckpoint] = []
@@ -102,13 +103,20 @@ def load_deepspeed(
 def _open(folder: Folder, tag: str, names: Sequence[Sequence[str]] | None, optimizer_states: bool) -> ForeignCheckpoint:
     path = folder.path
     found = ForeignCheckpoint(tag, path)
+    parts = _tensor_ranks(folder)
+    if parts:
+        opened = [_open(part, tag, names, optimizer_states) for part in parts]
+        deepspeed_tensor.join(found, opened, folder.models[min(folder.models)].get(deepspeed_tensor.INFO))
+        found.unknown = folder.unknown
+        return found
     options: list[dict[str, Any]] = []
     if folder.universal:
         common = deepspeed_universal.add_universal(found, folder, optimizer_states)
         options += deepspeed_universal.options_of(common)
         _add_scaler(found, common)
     stages = sorted({model for _, model in folder.models})
-    _check_parallel(folder, stages)
+    if not folder.part:
+        _check_parallel(folder, stages)
     rests: list[tuple[int, dict[Any, Any], Rest]] = []
     for stage in stages:
         model = folder.models[min(key for key in folder.models if key[1] == stage)]
@@ -149,6 +157,22 @@ class Rest:
     def __init__(self, shapes: Shapes, frozen: Mapping[str, tuple[int, ...]]) -> None:
         self.trained = {name for group in shapes for name in group}
         self.frozen = frozen
+
+
+def _tensor_ranks(folder: Folder) -> list[Folder]:
+    """Of files that say how tensor-parallel parts fit together: those of each rank. Empty for all others."""
+    ranks = sorted({model for _, model in folder.models})
+    dims = [model.get("checkpoint_parallel_dimensions") for model in folder.models.values()]
+    stages = any(isinstance(d, dict) and d.get("pp_degree", 1) != 1 for d in dims)
+    told = all(model.get(deepspeed_tensor.INFO) for model in folder.models.values())
+    if folder.universal or folder.layers or folder.experts or stages or len(ranks) < 2 or not told:
+        return []
+    size = folder.models[min(folder.models)].get("mp_world_size", len(ranks))
+    if ranks != list(range(len(ranks))) or size != len(ranks):
+        raise CheckpointError(
+            f"{folder.path.name!r} was written by {size} tensor-parallel ranks; it has files of {ranks}"
+        )
+    return [folder.of_rank(rank) for rank in ranks]
 
 
 def _check_parallel(folder: Folder, stages: list[int]) -> None:

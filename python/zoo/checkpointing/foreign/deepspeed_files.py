@@ -48,6 +48,15 @@ class Folder:
     universal: bool = False
     unknown: list[tuple[str, Unknown]] = field(default_factory=list)
     loaded: int = 0
+    part: bool = False
+    """Files of one tensor-parallel rank, as if it were alone."""
+
+    def of_rank(self, rank: int) -> Folder:
+        """The files of one tensor-parallel rank."""
+        found = Folder(self.path, self.verify, self.share, unknown=[], part=True)
+        found.models = {(data, 0): model for (data, part), model in self.models.items() if part == rank}
+        found.optimizers = {(data, 0): state for (data, part), state in self.optimizers.items() if part == rank}
+        return found
 
     def load(self, path: Path) -> Any:
         """The value of a file of it; globals that nobody knows are kept in ``unknown``."""

@@ -54,20 +54,23 @@ def group_states(state: Mapping[Any, Any], masters: list[Any], base: Any, what: 
 
     Args:
         masters: the fp32 partitions, one for each group.
-        base: the state of the optimizer inside: a ``state_dict`` of torch, or (elastic checkpoints) a list of states.
+        base: the state of the optimizer inside: a ``state_dict`` of torch, whose states may be a list, one for each
+            partition; or (elastic checkpoints) such a list.
     """
     found = []
     entries: list[Any] = []
     options: list[Any] = [{}] * len(masters)
     if isinstance(base, (list, tuple)):
         entries = list(base)
+    elif isinstance(base, dict) and isinstance(base.get("state"), (list, tuple)):
+        entries = list(base["state"])
     elif base is not None:
         inner = need_dict(base, what)
         states = need_dict(inner.get("state", {}), what)
         groups = [need_dict(group, what) for group in need_list(inner.get("param_groups", []), what)]
         members = [(number, group) for group in groups for number in need_list(group.get("params", []), what)]
         entries = [states.get(number, {}) if type(number) is int else {} for number, _ in members]
-        options = [group for _, group in members]
+        options = [group for _, group in members] or options
     if entries and len(entries) != len(masters):
         raise CheckpointError(f"{what} has {len(masters)} partitions of parameters and {len(entries)} of states")
     for number, master in enumerate(masters):
