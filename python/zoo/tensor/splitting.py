@@ -235,6 +235,8 @@ def _changes(model: nn.Module, plan: Plan, setting: Setting, region: Region) -> 
         if rule is None:
             continue
         fitting.add(rule.module)
+        if rule.inside and callable(getattr(type(module), "enter_mesh", None)):
+            continue  # experts that see to it themselves what ranks of every axis have of them (zoo.layout.enter_mesh)
         if part_of(module) is not None:
             raise ValueError(f"{path} is split already; a model is split once.")
         found.append(_change(path, module, rule, plan, setting, region))
