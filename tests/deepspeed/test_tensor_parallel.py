@@ -363,3 +363,51 @@ def test_what_a_rank_gets_of_a_number(total: int, ranks: int, more: dict[str, An
     finally:
         tp_shard.set_num_kv_heads(None)
         tp_shard.set_tp_grain_size(1)
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, 1), (4, 2)])
+def test_experts_of_a_model_of_transformers_are_shared_by_the_section_expert_parallel(ranks: int, tensor: int) -> None:
+    hub = pytest.importorskip("tests.tensor.hub")
+    ids = torch.randint(53, (4, 6), generator=torch.Generator().manual_seed(1))
+
+    def fn(rank: int, section: dict[str, Any]) -> list[float]:
+        engine = deepspeed.initialize(
+            model=hub.model_of("mixtral").float().train(), config={"train_batch_size": 4, **SGD, **section}
+        )[0]
+        inner, losses = engine.engine, []
+        for _ in range(2):
+            mine = ids.chunk(inner.batch_ranks)[inner.batch_rank]
+            engine.backward(engine(mine, labels=mine).loss)
+            engine.step()
+            losses.append(float(inner.record.loss))
+        if section:
+            assert engine.has_moe_layers
+            assert groups._get_expert_parallel_world_size("ep_size_2") == 2
+        return losses
+
+    (alone,) = run(1, lambda rank: fn(rank, {}))
+    section: dict[str, Any] = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}
+    section |= {"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}
+    for losses in run(ranks, lambda rank: fn(rank, section)):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"autoep_size": 0}, "autoep_size is 0; it is an integer from 1 on"),
+        ({"autoep": 2}, "expert_parallel.autoep: unknown key; perhaps 'autoep_size'"),
+        ({"top_k": 3}, "top_k is 3: tokens are routed by the model's own router"),
+        ({"expert_tensor_parallel_size": 2}, "share an expert's tokens, and have it whole"),
+        ({"expert_pattern": "x"}, "expert_pattern is 'x': experts are found by themselves"),
+    ],
+)
+def test_what_the_section_expert_parallel_cannot_say_is_told(section: dict[str, Any], told: str) -> None:
+    config = {"train_batch_size": 1, "expert_parallel": {"enabled": True, **section}}
+    with pytest.raises(ConfigError, match=told):
+        deepspeed.initialize(model=Layers(), config=config)
+    with pytest.raises(ConfigError, match="in two ways"):
+        deepspeed.initialize(
+            model=Layers(),
+            config={"train_batch_size": 1, "expert_parallel": {"enabled": True}, "moe": {"enabled": True}},
+        )

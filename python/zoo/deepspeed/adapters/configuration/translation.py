@@ -179,6 +179,13 @@ def translated(
     if every in (0, "inf") or (isinstance(every, float) and math.isinf(every)):
         found["steps_per_print"] = None
     found.pop("disable_python_gc", None)  # see carry_out
+    experts = found.get("expert_parallel")
+    if isinstance(experts, Mapping) and experts.get("enabled") is True:
+        from zoo.deepspeed.adapters.configuration.expert_parallel import moe_section
+
+        if found.get("moe"):
+            raise ConfigError("expert_parallel and moe say the same thing in two ways; leave one of them out.")
+        found["moe"] = moe_section(found.pop("expert_parallel"))
     if not pipeline:
         found.pop("pipeline", None)
     if drop_optimizer and found.pop("optimizer", None) is not None:

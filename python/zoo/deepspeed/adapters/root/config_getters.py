@@ -325,7 +325,8 @@ class Questions(QuestionsOfFeatures):
     @property
     def has_moe_layers(self) -> bool:
         """Whether the model has layers of experts."""
-        return any(type(m).__module__.startswith("zoo.moe") for m in self.engine.module.modules())
+        kinds = {type(module) for module in self.engine.module.modules()}  # of models of transformers, subclasses
+        return any(base.__module__.startswith("zoo.moe") for kind in kinds for base in kind.__mro__)
 
     @property
     def monitor(self) -> Any:
