@@ -35,7 +35,8 @@ _PINNED = "page-locked memory is zoo.io.BufferPool's."
 _TRANSFORMER = "there are no fused transformer layers yet; torch.nn.functional.scaled_dot_product_attention is fused."
 _EXPERTS_AND_FILES = "experts are a dimension of zoo's tensors in checkpoints, which fit any number of ranks."
 _AUTO_EXPERTS = (
-    "experts of Hugging Face models are not found and split by injection yet; deepspeed.moe.layer.MoE splits its own."
+    "experts of Hugging Face models are found and shared by the section expert_parallel, which is zoo-moe's; none are "
+    "put in by hand."
 )
 _TRITON = "there are no kernels in Triton; torch's own and those of zoo.kernels compute the same."
 _WRITERS = "checkpoints are written by zoo.checkpointing, on all ranks at once."
@@ -62,6 +63,13 @@ ABSENT: Mapping[str, str] = {
     "linear": _LORA,
     "model_implementations": _INFERENCE,
     "module_inject": _TENSOR_PARALLEL,
+    "module_inject.auto_ep": _AUTO_EXPERTS,
+    "module_inject.auto_ep_comm": _AUTO_EXPERTS,
+    "module_inject.auto_ep_config": _AUTO_EXPERTS,
+    "module_inject.auto_ep_folding": _AUTO_EXPERTS,
+    "module_inject.auto_ep_layer": _AUTO_EXPERTS,
+    "module_inject.auto_ep_preset_adapters": _AUTO_EXPERTS,
+    "module_inject.auto_ep_presets": _AUTO_EXPERTS,
     "moe.experts": "the experts of a layer are layer.deepspeed_moe.experts.deepspeed_experts.",
     "moe.sharded_moe.MOELayer": "MoE is one module, which gates, sends and computes; its deepspeed_moe has the parts.",
     "nebula": "Azure's service for checkpoints is not used; they are written in the background by zoo itself.",
