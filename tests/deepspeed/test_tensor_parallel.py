@@ -149,7 +149,11 @@ def test_tp_model_init_counts_for_the_model_that_it_was_given() -> None:
 
         said = Layers()
         deepspeed.tp_model_init(said, 2, torch.float32, config={"tensor_parallel": {"partition_config": SPECS}})
-        assert trained(said, {})[0].module.up.out_features == (4, 3)[rank]
+        said_nothing = {"tensor_parallel": {"autotp_size": 0, "partition_config": SPECS}}
+        assert trained(said, said_nothing)[0].module.up.out_features == (4, 3)[rank]
+        again = Layers()
+        deepspeed.tp_model_init(again, 2, torch.float32, config={"tensor_parallel": {"partition_config": SPECS}})
+        assert trained(again, {})[0].module.up.out_features == (4, 3)[rank]
 
     run(2, fn)
 

@@ -248,6 +248,17 @@ def test_policies_for_models_of_a_family_are_proved(family: str, policy: Any) ->
     assert max(found.outputs, found.gradients or 0.0) < 1e-13
 
 
+def test_a_configuration_of_another_kind_is_no_family() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = Decoder(Shape())
+    model.config = transformers.PretrainedConfig()  # type: ignore[assignment]
+    model.config.model_type = "own"  # type: ignore[union-attr]
+    model.get_input_embeddings, model.tp_plan = lambda: model.words, {"blocks.*.attention.q": "colwise"}  # type: ignore[assignment]
+    assert plan_of_partition_config(model, specs(Shape()), 2) == plan_of_partition_config(
+        Decoder(Shape()), specs(Shape()), 2
+    )
+
+
 def test_a_preset_for_another_layout_of_heads_is_refused() -> None:
     hub = pytest.importorskip("tests.tensor.hub")
     with pytest.raises(ValueError, match=r"qkv_proj: the shape .* 'part=3 inner', and phi3 has there '\(head kv kv\)"):

@@ -286,7 +286,7 @@ def family_of(model: nn.Module) -> Plan | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its vocabulary, which a reader may leave whole
             return plan_of(model)
-    except ValueError:
+    except (ValueError, AttributeError):  # nothing is known of it, or its configuration is of another kind
         return None
 
 

@@ -90,7 +90,7 @@ def with_model_init(document: dict[str, Any], model: nn.Module, mpu: Any) -> dic
     section = dict(found.get("tensor_parallel") or _section_of(said["config"]))
     older = dict(section.get("tp") or {})
     for key, value in (("autotp_size", section.get("autotp_size")), ("tp.tp_size", older.get("tp_size"))):
-        if value not in (None, size):
+        if value not in (None, 0, "auto", size):
             raise ConfigError(
                 f"tensor_parallel.{key} is {value}, and tp_model_init got tp_size={size}; keep one of them."
             )
