@@ -19,12 +19,11 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator, Recovery
-from zoo.parts import own_hook
+from zoo.parts.hooks import hidden_from_compiler, is_compiled, own_hook
 from zoo.shard.buckets import Bucket
 from zoo.shard.call_stack import exception_of_call, is_called
 from zoo.shard.placement.units import UnitSpec
 from zoo.shard.runtime.backward import Backward
-from zoo.shard.runtime.compiled import hidden_from_compiler, is_compiled
 from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Unit
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.external import registered
