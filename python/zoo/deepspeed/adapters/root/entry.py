@@ -194,8 +194,7 @@ def _wrapped(engine: Any, document: dict[str, Any], mpu: Any, *, pipeline: bool)
         import zoo.deepspeed.adapters.zero.parameters  # noqa: F401 - gives the parameters their attributes
     if gradient_allreduce_op(document) == "sum":
         _sum_gradients(engine, pipeline)
-    tensor_parallel = getattr(engine.config, "tensor_parallel", None)
-    by_section = tensor_parallel is not None and tensor_parallel.degree > 1
+    by_section = engine.config.asks_for("tensor_parallel") and engine.config.tensor_parallel.degree > 1
     groups.follow(engine, mpu, by_mesh=by_section)
     made = engine_class(engine.module)(engine, document, mpu)
     _MADE[id(engine.sharded)] = made
