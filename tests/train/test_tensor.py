@@ -46,6 +46,25 @@ def test_tensor_ranks_have_the_loss_curve_without_them(
     assert len(curve(tmp_path / "cut")) == 6
 
 
+def test_stages_of_tensor_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "text"
+    text.write_text("a text of some length, with words. " * 300)
+
+    def run(world: int, out: Path, axes: dict[str, int], tp: int) -> None:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        values = document(out, text, 1, **({"mesh": {"axes": axes}} if axes else {}))
+        config = read_config(values, [f"tensor_parallel.autotp_size={tp}"])
+        sim.run(world, lambda rank: train(config))
+
+    run(1, tmp_path / "plain", {}, 1)
+    run(4, tmp_path / "both", {"pipe": 2, "data": -1, "tensor": 2}, 2)
+    close(curve(tmp_path / "both"), curve(tmp_path / "plain"))
+    ours, theirs = load(tmp_path / "both/model"), load(tmp_path / "plain/model")
+    for (name, value), (other, wanted) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert name == other
+        torch.testing.assert_close(value, wanted, rtol=1e-3, atol=1e-4)
+
+
 def test_more_tensor_ranks_than_ranks() -> None:
     result = CliRunner().invoke(app, ["train", "byte_lm", "--tp", "2", "--steps", "1"])
     assert result.exit_code

@@ -149,7 +149,8 @@ def train(
     if moe:
         overrides.insert(0, 'train.task.params.mlp={"type": "moe"}')  # --set says more of it
     if pipe is not None and pipe > 1:
-        overrides.insert(0, f'mesh.axes={{"pipe": {pipe}, "data": -1}}')
+        tensor = f', "tensor": {tp}' if tp is not None else ""
+        overrides.insert(0, f'mesh.axes={{"pipe": {pipe}, "data": -1{tensor}}}')
     if tp is not None:
         overrides.append(f"tensor_parallel.autotp_size={tp}")
     if checkpoint_activations:

@@ -17,6 +17,7 @@ from zoo.tensor.agreement import all_or_none
 from zoo.tensor.config import TensorParallelConfig
 from zoo.tensor.huggingface import plan_of
 from zoo.tensor.injection import plan_of_injection_policy
+from zoo.tensor.layers import part_of
 from zoo.tensor.loss import in_parts
 from zoo.tensor.patterns import plan_of_partition_config
 from zoo.tensor.plans import AXIS, Plan
@@ -33,17 +34,17 @@ class TensorParallelPart:
 
     Args:
         section: ``tensor_parallel``.
-        environment: of the engine.
+        environment: of the engine; not looked at.
     """
 
-    def __init__(self, section: TensorParallelConfig, environment: Environment) -> None:
+    def __init__(self, section: TensorParallelConfig, environment: Environment | None = None) -> None:
         self.section = section
         self.plan = None if section.plan is None else Plan.of_data(section.plan)
         self._unseen: Any = None
         """The mesh, until its ranks have compared a batch."""
 
     def prepare(self, module: nn.Module, mesh: Any) -> None:
-        """Leave this rank's part of ``module``, in place. Collective over the axis.
+        """Leave this rank's part of ``module``, in place; a model that was cut before stays. Collective over the axis.
 
         Raises:
             ValueError: there is no such axis, its size is another one, or the plan does not fit the model.
@@ -56,6 +57,10 @@ class TensorParallelPart:
                 "of mesh.axes, or give both one size, and start a job whose ranks they divide."
             )
         if degree == 1:
+            return
+        if any(part_of(inside) is not None for inside in module.modules()):
+            self._unseen = mesh
+            _log.info("the model was cut before it came here; the section's plan is not used")
             return
         comm, grain, sequence = Communicator.of_axes(mesh, [AXIS]), self.section.tp.tp_grain_size, self.section.sequence
 

@@ -8,7 +8,7 @@ import math
 import platform
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -405,6 +405,8 @@ def in_stages(
     micro = min(config.train_micro_batch_size_per_gpu, len(data))  # type: ignore[arg-type]
     example = default_collate([data[i] for i in range(micro)])
     topology = ProcessTopology(axes=list(sizes), dims=list(sizes.values()))
+    if sizes.get("tensor", 1) > 1:
+        in_parts(model, config, sizes)
     if isinstance(example, list):
         example = tuple(example)
     return split(model, example=example, topology=topology, **more), stages
@@ -426,6 +428,17 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed % 2**63)
     random.seed(seed % 2**63)
     np.random.seed(seed % 2**32)
+
+
+def in_parts(model: nn.Module, config: Config, sizes: Mapping[str, int]) -> None:
+    """Cut the model over the axis "tensor", as its section says, before it is traced into stages: stages do not know
+    whose layers they have. The engine then finds it cut."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from zoo.tensor.part import TensorParallelPart
+
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    TensorParallelPart(config.tensor_parallel).prepare(model, mesh)
 
 
 def tag_of(step: int) -> str:
