@@ -120,6 +120,12 @@ def train(case: Case, model: Decoder, optimizer: ZeroOptimizer, replica: int, st
     )
 )  # fmt: skip
 @example(case=Case(shape=Shape(heads=5, kv=5, vocab=7, tied=False), degree=5, data=1, stage=0))
+@example(  # parts of other sizes, and gathers at the same places
+    case=Case(
+        shape=Shape(heads=2, kv=2, inner=5, vocab=5, layers=1, layout="parts", tied=False, packed=True), data=1,
+        sequence=True,
+    )
+)  # fmt: skip
 def test_any_plan_at_any_degree_and_stage_trains_as_one_process(case: Case) -> None:
     losses, norms, expected = reference(case)
 
@@ -135,11 +141,11 @@ def test_any_plan_at_any_degree_and_stage_trains_as_one_process(case: Case) -> N
         assert of_rank == pytest.approx(same[1], rel=1e-12)
         sums = [a + b / (case.data * case.degree) for a, b in zip(sums, of_rank, strict=True)]
         if case.clip:
-            assert of_norm == pytest.approx(norms, rel=1e-10)
+            assert of_norm == pytest.approx(norms, rel=1e-12)
         assert parameters.keys() == expected.keys()
         for name, value in parameters.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
-    assert sums == pytest.approx(losses, rel=1e-10)
+            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+    assert sums == pytest.approx(losses, rel=1e-12)
 
 
 GLOO = Case(shape=Shape(heads=9, kv=3), degree=2, data=1, stage=3, clip=0.3)
@@ -155,10 +161,10 @@ def of_rank(rank: int) -> Any:
 def test_over_gloo() -> None:
     losses, norms, expected = reference(GLOO)
     for of_losses, of_norms, parameters in run_ranks(2, of_rank).values():
-        assert of_losses == pytest.approx(losses, rel=1e-10)
-        assert of_norms == pytest.approx(norms, rel=1e-10)
+        assert of_losses == pytest.approx(losses, rel=1e-12)
+        assert of_norms == pytest.approx(norms, rel=1e-12)
         for name, value in parameters.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
+            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
 def state_of(states: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
@@ -206,4 +212,4 @@ def test_a_state_goes_on_at_another_degree_and_stage(case: Case, other: Case) ->
     for here in (other, case):
         _, parameters = go_on(there, here, range(2, STEPS))
         for name, value in parameters.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
+            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)

@@ -64,11 +64,11 @@ def test_outputs_and_gradients_are_those_of_the_whole_model(
             if said.partial:
                 comm.all_reduce(grad).wait()
             if said.box is None:
-                torch.testing.assert_close(grad, expected[name], rtol=1e-11, atol=1e-11, msg=name)
+                torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12, msg=name)
             elif training:  # without it several ranks have parts of the same keys
                 for laid in boxes_of(said.box):
                     there = expected[name][laid.box.ranges]
-                    torch.testing.assert_close(grad[laid.here.ranges], there, rtol=1e-11, atol=1e-11, msg=name)
+                    torch.testing.assert_close(grad[laid.here.ranges], there, rtol=1e-12, atol=1e-12, msg=name)
 
     sim.run(degree, fn, seed=0)
 
@@ -228,7 +228,7 @@ def test_sums_in_pieces_are_the_sums_and_begin_while_the_rest_is_computed(degree
 
         (whole, expected), (pieces, found) = made(False), made(True)
         torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         events: list[str] = []
         comm, x = Communicator(), torch.randn(5, 4, dtype=torch.float64)
         region, send = Region(comm), comm.all_reduce

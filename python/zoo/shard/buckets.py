@@ -55,7 +55,8 @@ class Bucket:
         stores: by role, the file of those that may live on NVMe; the region is the index.
         keep_norms: the norm of a gradient is kept when the gradient leaves the device.
         device: of the flat buffers.
-        num_bytes: of the flat buffer of the parameters.
+        num_bytes: of the flat buffer of the parameters. mean_bytes: the same, but of parts that ranks along other axes
+            have too the mean of all: what is decided by it is decided alike there.
         num_gradient_bytes: of that of their gradients.
         partitioned: the parameters are whole only between gather and release.
         updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
@@ -96,6 +97,7 @@ class Bucket:
             and (getattr(self.shard_group, "device_type", "cpu") if device_type == "meta" else device_type) != "cpu"
         )
         self.num_bytes = self.layout.size * spec.dtype.itemsize
+        self.mean_bytes = spec.mean_numel * spec.dtype.itemsize if spec.axes else self.num_bytes
         self.num_gradient_bytes = self.layout.size * spec.gradient_dtype.itemsize
         self.partitioned = placements.parameters.is_split
         self._called = list(spec.names)

@@ -53,6 +53,9 @@ class BucketSpec:
     accumulate: torch.dtype | None = None
     """The dtype of gradients on this rank, where it is another one than ``dtype``."""
 
+    mean_numel: int = 0
+    """Elements as packing counts them: of parts the mean over ranks with other parts, the same on all of them."""
+
     @property
     def coded(self) -> bool:
         """Its elements are codes, whatever their dtype."""
@@ -130,6 +133,7 @@ def plan_buckets(
             for name, parameter in members:
                 spec.names.append(name)
                 spec.parameters.append(parameter)
+                spec.mean_numel += size_of(parameter)
                 spec.groups.append(group_of(parameter))
     for spec in buckets:
         # Parameters of one group lie together, so that the optimizer sees one tensor a group, not one a parameter.

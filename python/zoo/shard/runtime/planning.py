@@ -240,6 +240,7 @@ class _PlannedBucket:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.index, self.spec, self.num_bytes, self.memory = bucket.index, bucket.spec, bucket.num_bytes, bucket.memory
+        self.mean_bytes = bucket.mean_bytes
         self.leases, self.active, self.context_serial = 0, 0, -1
         self.parameters = self
         self.presence = Presence.SHARDED

@@ -2,7 +2,7 @@
 
 A policy decides and does nothing. :class:`Residency` asks it at the same points of the program on every rank, and what
 follows is collective: it must answer alike everywhere, and so from what it was made with and is given alone. Plans ask
-the same object, about buckets that stand for the real ones; of a bucket it may use ``index``, ``num_bytes``, ``spec``,
+the same object, about buckets that stand for the real ones; of a bucket it may use ``index``, ``mean_bytes``, ``spec``,
 ``active`` and ``leases``.
 
 Forward and backward go the same way: :meth:`Residency.need` before a bucket is used, :meth:`Residency.prefetch` with
@@ -85,22 +85,22 @@ class Budgets(ResidencyPolicy):
         """As far as the budget goes."""
         left = self.prefetch_bytes
         for end in range(position, len(order)):
-            left -= order[end].num_bytes
+            left -= order[end].mean_bytes
             if left < 0:
                 return order[position:end]
         return order[position:]
 
     def rest(self, bucket: Bucket, now: Residency, *, backward: bool) -> Collection[Bucket]:
         """What backward needs stays as far as the budget goes, and the latest the longest."""
-        if not backward or bucket.num_bytes > self.keep_bytes:
+        if not backward or bucket.mean_bytes > self.keep_bytes:
             return (bucket,)
-        over = now.resting_bytes + bucket.num_bytes - self.keep_bytes
+        over = now.resting_bytes + bucket.mean_bytes - self.keep_bytes
         if over <= 0:
             return ()
         released = []
         for oldest in now.resting:
             released.append(oldest)
-            over -= oldest.num_bytes
+            over -= oldest.mean_bytes
             if over <= 0:
                 break
         return released
@@ -124,14 +124,14 @@ class WindowBudget(ResidencyPolicy):
 
     def room(self, bucket: Bucket, now: Residency, soon: Collection[Bucket] | None) -> Iterable[Bucket] | None:
         """As much as is there; what is gathered ahead makes room only for what is needed now."""
-        over = now.whole_bytes() + bucket.num_bytes - self._max_bytes
+        over = now.whole_bytes() + bucket.mean_bytes - self._max_bytes
         released: dict[Bucket, None] = {}
         for victim in (*reversed(now.resting), *(reversed(now.ahead) if soon is None else ())):
             if over <= 0:
                 break
             if not victim.active and victim not in (soon or ()) and victim not in released:
                 released[victim] = None
-                over -= victim.num_bytes
+                over -= victim.mean_bytes
         return None if over > 0 and soon is not None else released
 
     def rest(self, bucket: Bucket, now: Residency, *, backward: bool) -> Collection[Bucket]:
@@ -223,7 +223,7 @@ class Residency:
             self._executor.unshard(bucket)
         elif bucket in self.resting:
             del self.resting[bucket]
-            self.resting_bytes -= bucket.num_bytes
+            self.resting_bytes -= bucket.mean_bytes
         elif bucket in self.ahead:
             del self.ahead[bucket]
 
@@ -231,7 +231,7 @@ class Residency:
         """It neither rests nor is it here for later."""
         if bucket in self.resting:
             del self.resting[bucket]
-            self.resting_bytes -= bucket.num_bytes
+            self.resting_bytes -= bucket.mean_bytes
         elif bucket in self.ahead:
             del self.ahead[bucket]
 
@@ -263,7 +263,7 @@ class Residency:
         if not released or bucket not in released:
             self._executor.hide(bucket)
             self.resting[bucket] = None
-            self.resting_bytes += bucket.num_bytes
+            self.resting_bytes += bucket.mean_bytes
         for victim in released:
             if victim is not bucket:
                 self._release(victim)
@@ -308,7 +308,7 @@ class Residency:
 
     def whole_bytes(self) -> int:
         """Of all that is whole, or on its way."""
-        return sum(b.num_bytes for b in self._buckets if b.parameters.presence is not _SHARDED)
+        return sum(b.mean_bytes for b in self._buckets if b.parameters.presence is not _SHARDED)
 
 
 def budgets_of(buckets: Sequence[Bucket], units: Sequence[UnitSpec], config: ZeroConfig, *, spans: bool) -> Budgets:
@@ -344,5 +344,5 @@ def _largest(buckets: Sequence[Bucket], specs: Sequence[UnitSpec]) -> tuple[int,
     for bucket in buckets:
         if bucket.partitioned:
             kind = any(unit in around for unit in bucket.spec.units)
-            sizes[kind] = max(sizes[kind], bucket.num_bytes)
+            sizes[kind] = max(sizes[kind], bucket.mean_bytes)
     return sizes[0], sizes[1]
