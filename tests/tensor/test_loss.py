@@ -94,8 +94,8 @@ def test_a_model_of_transformers_computes_its_loss_in_parts() -> None:
             torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
             assert "all_gather" not in log.ops
             assert (region.inside, region._entered) == (False, [])  # nothing of this forward is kept
-            numbers = 3 * ids.numel() * 4
-            assert log.ops["all_reduce"].message_bytes == 3 * ids.numel() * 16 * 4 + numbers
+            numbers = 4 * ids.numel() * 4
+            assert log.ops["all_reduce"].message_bytes == (3 * ids.numel() + 1) * 16 * 4 + numbers
             assert found.logits.shape == expected.logits.shape
             with pytest.raises(AttributeError, match=r"'argmax' of logits that are in parts.*logits\.gather\(\)"):
                 found.logits.argmax(-1)
@@ -133,3 +133,38 @@ def test_other_losses_and_heads_are_told() -> None:
         assert isinstance(model.head, nn.Linear)
 
     sim.run(2, fn, seed=0)
+
+
+THREE = st.lists(st.integers(-1, 8), min_size=3, max_size=3)
+
+
+@given(
+    labels=THREE, others=THREE,
+    degree=st.integers(2, 4), ignored=st.sampled_from([-100, -1]),
+)  # fmt: skip
+@example(labels=[1, 99, 2], others=[1, 99, 2], degree=2, ignored=-100)
+@example(labels=[1, -1, 2], others=[1, -1, 2], degree=2, ignored=-100)
+@example(labels=[-1, 1, 2], others=[1, 1, 2], degree=3, ignored=-1)
+def test_labels_that_are_no_words_are_told_and_other_ones_where_they_can_be(
+    labels: list[int], others: list[int], degree: int, ignored: int
+) -> None:  # fmt: skip
+    """All ranks raise, or none: what they compare is a sum."""
+    vocab = 7
+    logits = torch.randn(3, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def fn(rank: int) -> str:
+        start, stop = deal(vocab, degree, rank)
+        mine = torch.tensor(labels if rank else others)
+        try:
+            cross_entropy(logits[:, start:stop].clone(), mine, start, Communicator(), ignore_index=ignored)
+        except IndexError as error:
+            return str(error)
+        return ""
+
+    told = sim.run(degree, fn, seed=0)
+    assert len(set(told)) == 1
+    bad = any(not 0 <= label < vocab and label != ignored for label in labels)
+    if labels == others:
+        assert bool(told[0]) == bad
+    if any((a == ignored) != (b == ignored) for a, b in zip(labels, others, strict=True)):
+        assert told[0]

@@ -8,7 +8,7 @@
 * :class:`Clock`: where training stands. :class:`StepRecord`: what a step came to. :class:`Environment`: what the engine
   tells its parts of the job.
 * :func:`declare_part`: a layer says which part its training needs; :func:`parts_of` what a model's layers have said.
-* :func:`own_hook`: a hook of zoo on a model, which :func:`has_user_hooks` does not count.
+* :func:`own_hook`, :func:`checking_hook`: hooks of zoo on a model, which :func:`has_user_hooks` does not count.
 * :func:`in_order`: the order in which parts are called.
 * :func:`shuffled`, :func:`uniform`, :func:`drawn`, :func:`mixed`: random numbers of a seed and counters, with no state.
 

@@ -12,6 +12,9 @@ from .hooks import (
     FORWARD as FORWARD,
 )
 from .hooks import (
+    checking_hook as checking_hook,
+)
+from .hooks import (
     has_user_hooks as has_user_hooks,
 )
 from .hooks import (

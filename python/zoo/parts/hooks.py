@@ -31,8 +31,14 @@ def own_hook(hook: HookT) -> HookT:
     return hook
 
 
+def checking_hook(hook: HookT) -> HookT:
+    """Mark a hook of zoo's that raises or does nothing, whoever runs the module: copies have it too."""
+    setattr(hook, _OWN, False)
+    return hook
+
+
 def is_own_hook(hook: Any) -> bool:
-    """Whether :func:`own_hook` has marked it, or it stands for such a hook on a copy of the model."""
+    """Whether :func:`own_hook` or :func:`checking_hook` has marked it, or it stands for one on a copy of the model."""
     return getattr(hook, _OWN, None) is not None
 
 

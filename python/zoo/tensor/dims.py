@@ -43,6 +43,14 @@ class Dims:
     factors: tuple[Dim | tuple[Dim, ...], ...]
     text: str = field(compare=False, default="")
 
+    def __str__(self) -> str:
+        return " ".join(str(f) if isinstance(f, Dim) else f"({' '.join(map(str, f))})" for f in self.factors)
+
+    @property
+    def total(self) -> int:
+        """The number of rows, where all sizes are known."""
+        return math.prod(map(_size, self.factors))
+
     @classmethod
     def parse(cls, text: str) -> Dims:
         """Raises ValueError for what is no list of dims."""

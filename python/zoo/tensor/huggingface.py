@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from zoo import registry
+from zoo.tensor.adapters import base_of, with_adapters
 from zoo.tensor.plans import Count, Plan, Rule, matches
 
 KIND = "tensor_family"
@@ -33,11 +34,14 @@ _PLAIN = frozenset({"replicate", "local_params"})
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """How the parameters of ``model``, one of transformers, lie over ranks; with its head or without.
+    """How the parameters of ``model``, one of transformers, lie over ranks; with its head or without, and with LoRA.
 
     Raises:
         ValueError: the family is refused, or nothing is known of the model.
     """
+    _, base = base_of(model)
+    if base is not model:
+        return with_adapters(plan_of(base), model)
     config = getattr(model, "config", None)
     name = getattr(config, "model_type", None)
     if not name:
@@ -46,7 +50,13 @@ def plan_of(model: nn.Module) -> Plan:
             "(zoo.tensor.Plan)."
         )
     if name in registry.names(KIND):
-        return fitted(registry.get(KIND, name)(config), model)
+        plan = fitted(registry.get(KIND, name)(config), model)
+        if not plan.rules:
+            raise ValueError(
+                f"{type(model).__name__} has the model_type {name!r}, and no module where the plan of that family has "
+                "them: split it before it is wrapped, or give a plan (zoo.tensor.Plan)."
+            )
+        return plan
     return of_styles(model) if getattr(model, "tp_plan", None) else guessed(model)
 
 

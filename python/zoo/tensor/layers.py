@@ -7,7 +7,7 @@ and names stay true. Its parameters are parts of whole ones, and say so (``zoo.l
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +81,8 @@ def _product(part: Part, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 class Layer(nn.Module):
-    """Base of layers with parts: a copy says of its parameters what the original says. Alone: one whose parameters are
-    whole, and their gradients sums over ranks."""
+    """Base of layers with parts: a copy says of its parameters what the original says, and so do those that
+    :meth:`to_empty` makes. Alone: one whose parameters are whole, and their gradients sums over ranks."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         found = type(self).__new__(type(self))
@@ -92,6 +92,50 @@ class Layer(nn.Module):
             if parameter is not None:
                 declare_as(found._parameters[name], parameter)
         return found
+
+    def __copy__(self) -> Layer:
+        found = type(self).__new__(type(self))
+        found.__dict__.update(self.__dict__)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            "a split model is not pickled (torch.save(model), multiprocessing): its parts belong to the ranks of a "
+            "process group. Save state_dict(), each rank its own, or zoo.tensor.slices(model, comm) for any degree; "
+            "copy.deepcopy copies it."
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Layer:
+        before = dict(self._parameters)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, parameter in before.items():
+            if parameter is not None and self._parameters[name] is not parameter:
+                declare_as(self._parameters[name], parameter)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        part = part_of(self)
+        if part is not None and hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]][_RANK] = (part.region.comm.rank, part.region.comm.size)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        part, theirs = part_of(self), local_metadata.get(_RANK)
+        if part is not None and theirs is not None:
+            mine = (part.region.comm.rank, part.region.comm.size)
+            if tuple(theirs) != mine:  # parts may have one shape, and be others
+                error_msgs.append(
+                    f"{prefix[:-1]} has the part of rank {theirs[0]} of {theirs[1]} tensor-parallel ranks, and this is "
+                    f"rank {mine[0]} of {mine[1]}. Each rank loads its own state_dict; zoo.tensor.load and slices are "
+                    "for any rank and degree."
+                )
+                return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
 
 class Column(Layer):
@@ -138,7 +182,11 @@ class Row(Layer):
 
 
 class Vocabulary(Layer, nn.Embedding):
-    """y = Σ over ranks of what each finds: words of other ranks are zeros. Shapes: ids (…), y (…, C)."""
+    """y = Σ over ranks of what each finds: words of other ranks are zeros. Shapes: ids (…), y (…, C).
+
+    One more row tells whether all ranks have the same ids: in it each writes a checksum of its own in columns of its
+    own, as bytes, which every dtype holds exactly.
+    """
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         part: Part = self.__dict__[_STATE]
@@ -148,8 +196,41 @@ class Vocabulary(Layer, nn.Embedding):
         if padding is not None:
             padding = padding - start if start <= padding < stop else None
         _check_ids(ids, part.cut.total)
-        found = F.embedding((ids - start).masked_fill(elsewhere, 0), self.weight, padding)
-        return part.region.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        rank, size, width = part.region.comm.rank, part.region.comm.size, self.weight.shape[1]
+        num_bytes = min(width // size, _SUM_BYTES) if has_values(ids) else 0
+        rows, elsewhere = (ids - start).masked_fill(elsewhere, 0), elsewhere.unsqueeze(-1)
+        if num_bytes == 0:
+            return part.region.leave(F.embedding(rows, self.weight, padding).masked_fill(elsewhere, 0.0))
+        rows, elsewhere = F.pad(rows.flatten(), (0, 1)), F.pad(elsewhere.flatten(), (0, 1), value=True)
+        found = F.embedding(rows, self.weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        found.detach()[-1, rank * num_bytes : (rank + 1) * num_bytes] = _checksum(ids, num_bytes)
+        found = part.region.leave(found)
+        _check_alike(found.detach()[-1, : size * num_bytes].view(size, num_bytes), rank)
+        return found[:-1].view(*ids.shape, width)
+
+
+_SUM_BYTES = 4
+
+
+def _checksum(ids: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """(num_bytes,) from 0 to 255: of ids and their order."""
+    places = torch.arange(1, ids.numel() + 1, device=ids.device)
+    total = ((ids.flatten() + 1) * (places * 40503 % 65521)).sum()
+    return total.bitwise_right_shift(8 * torch.arange(num_bytes, device=ids.device)).bitwise_and(255)
+
+
+def _check_alike(sums: torch.Tensor, rank: int) -> None:
+    """Other samples on ranks of the axis would be sums of other tokens in silence."""
+    same = sums == sums[0]
+    if sums.device.type != "cpu":
+        torch._assert_async(same.all(), "tensor-parallel ranks have got other token ids")
+    elif not bool(same.all()):
+        others = [number for number, row in enumerate(same.all(dim=1).tolist()) if not row]
+        raise ValueError(
+            f"ranks {', '.join(map(str, others))} of the tensor-parallel axis have got other token ids than rank 0 "
+            f"(this is rank {rank}). Along this axis all ranks see the same batch: deal samples to data-parallel ranks "
+            "alone, and draw tokens with one seed."
+        )
 
 
 def _check_ids(ids: torch.Tensor, total: int) -> None:
@@ -161,6 +242,25 @@ def _check_ids(ids: torch.Tensor, total: int) -> None:
         torch._assert_async(known, f"ids outside of a vocabulary of {total}")
     elif not bool(known):
         raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())}, of a vocabulary of {total}.")
+
+
+class Drop(Layer):
+    """Dropout of an adapter's input: this rank's features of a whole one, or a whole one where other tensors are parts.
+    The mask is that of one process."""
+
+    p: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part: Part = self.__dict__[_STATE]
+        if not self.training or self.p == 0:
+            return x
+        shape = (*x.shape[:-1], part.cut.total) if part.cut.runs else x.shape
+        before, part.region.drawing = part.region.drawing, True
+        try:
+            mask = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), self.p, True)
+        finally:
+            part.region.drawing = before
+        return x * (_at(mask, part.cut.runs, -1) if part.cut.runs else mask)
 
 
 class Features(Layer, nn.Embedding):
@@ -199,6 +299,9 @@ class Direct(Layer):
         start, stop = part.direct
         return torch.cat([y[..., :start], part.region.enter(y[..., start:stop]), y[..., stop:]], dim=-1)
 
+
+_RANK = "zoo_tensor_rank"
+"""In the metadata of a state_dict: (rank, degree) whose part a layer's is."""
 
 KEEP = "_zoo_keeps_parts"
 """Set on a layer for the time of a forward whose loss takes the parts of outputs."""

@@ -4,9 +4,9 @@ With z (N, V) the logits, y (N) the words and N' those that count:
 
     loss = 1/N' Σ_i (log Σ_v exp(z_iv - m_i) + m_i - z_i,y_i),    m_i = max_v z_iv
 
-Each rank has V_r columns. Three numbers a token travel: m_i (a maximum over ranks), then the sum of exponentials and
-the logit of the word in one sum. Gathering would be V numbers a token. Megatron-LM (Shoeybi et al. 2019, section 3)
-fuses the head and the loss in this way.
+Each rank has V_r columns. Four numbers a token travel: m_i (a maximum over ranks), then in one sum that of
+exponentials, the logit of the word, and how many ranks have the word, which is one. Gathering would be V numbers.
+Megatron-LM (Shoeybi et al. 2019, section 3) fuses the head and the loss in this way.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zoo.comm import Communicator
+from zoo.tensor.adapters import base_of
 from zoo.tensor.layers import KEEP, part_of
 from zoo.tensor.region import Region
 
@@ -62,26 +63,43 @@ def _register() -> None:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, comm: Communicator
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor, start: int, comm: Communicator
     ) -> torch.Tensor:  # fmt: skip
-        """(N,) losses of (N, V_r) logits and (N,) words, all of which count."""
+        """(N,) losses of (N, V_r) logits and (N,) words; anything where they do not count."""
         most = logits.amax(dim=-1)
         comm.all_reduce(most, "max").wait()
         exps = (logits - most.unsqueeze(-1)).exp_()
         mine = (labels >= start) & (labels < start + logits.shape[-1])
         place = (labels - start).masked_fill(~mine, 0).unsqueeze(-1)
         own = (logits.gather(-1, place).squeeze(-1) - most).masked_fill(~mine, 0.0)
-        both = torch.stack([exps.sum(dim=-1), own])
-        comm.all_reduce(both).wait()
-        ctx.save_for_backward(exps.div_(both[0].unsqueeze(-1)), place, mine)
-        return both[0].log() - both[1]
+        # With t ranks the last row sums to t where a word does not count, to t + 1 where one rank has it, and to
+        # nothing else: all ranks see the same sums, and raise together.
+        has = torch.where(counts, mine * (comm.size + 1), 1).to(exps.dtype)
+        sums = torch.stack([exps.sum(dim=-1), own, has])
+        comm.all_reduce(sums).wait()
+        _check_words(sums[2], comm.size)
+        ctx.save_for_backward(exps.div_(sums[0].unsqueeze(-1)), place, mine)
+        return sums[0].log() - sums[1]
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         probabilities, place, mine = ctx.saved_tensors
         grads = probabilities.clone()
         grads.scatter_add_(-1, place, -mine.to(grads.dtype).unsqueeze(-1))
-        return grads.mul_(grad.unsqueeze(-1)), None, None, None
+        return grads.mul_(grad.unsqueeze(-1)), None, None, None, None
+
+
+def _check_words(has: torch.Tensor, size: int) -> None:
+    """A word that no rank has would be a wrong loss in silence."""
+    fine = ((has == size) | (has == size + 1)).all()
+    if has.device.type != "cpu":  # nothing waits for the device
+        torch._assert_async(fine, "labels outside of the vocabulary, or other ones on some tensor-parallel ranks")
+    elif not bool(fine):
+        raise IndexError(
+            "labels that are outside of the vocabulary and are not ignore_index, or that are other ones on some "
+            "tensor-parallel ranks, which all see the same batch."
+        )
 
 
 def cross_entropy(
@@ -98,13 +116,14 @@ def cross_entropy(
 
     Raises:
         ValueError: a reduction that does not exist, or shapes that do not fit.
+        IndexError: a label is no word, or ranks have other labels.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r}; allowed are 'mean', 'sum' and 'none'.")
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}; they are (N, V_r) and (N,).")
     counts = labels != ignore_index
-    losses: torch.Tensor = _CrossEntropy.apply(logits, labels.masked_fill(~counts, start), start, comm)
+    losses: torch.Tensor = _CrossEntropy.apply(logits, labels.masked_fill(~counts, start), counts, start, comm)
     losses = losses.masked_fill(~counts, 0.0)
     if reduction == "none":
         return losses
@@ -161,21 +180,24 @@ def in_parts(model: nn.Module, head: str = "lm_head") -> None:
     Raises:
         ValueError: the head is not split, or the model has another loss than that of the next word.
     """
-    layer = model.get_submodule(head)
+    _, base = base_of(model)
+    layer = base.get_submodule(head)
     part = part_of(layer)
     if part is None or part.sizes is None:
         raise ValueError(f"{head} is not split with gathered outputs; there is nothing to keep in parts.")
-    own = getattr(model, "loss_function", None)
+    own = getattr(base, "loss_function", None)
     if getattr(own, "__name__", "") != "ForCausalLMLoss":
         raise ValueError(
-            f"{type(model).__name__} has the loss {getattr(own, '__name__', own)!r}; in parts is computed that of a "
+            f"{type(base).__name__} has the loss {getattr(own, '__name__', own)!r}; in parts is computed that of a "
             "causal language model alone."
         )
-    model.loss_function = ModelLoss(own, layer)  # type: ignore[assignment]
+    base.loss_function = ModelLoss(own, layer)  # type: ignore[assignment]
     _register()
     keeping = _Keeping(layer, part.region, part.sizes)
-    model.register_forward_pre_hook(keeping.begin, with_kwargs=True, prepend=True)
-    model.register_forward_hook(keeping.end, always_call=True)
+    callers: list[Any] = [base] if base is model else [base, model.base_model]  # which of them peft calls depends
+    for called in callers:
+        called.register_forward_pre_hook(keeping.begin, with_kwargs=True, prepend=True)
+        called.register_forward_hook(keeping.end, always_call=True)
 
 
 class _Keeping:

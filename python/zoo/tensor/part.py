@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from zoo.comm import Communicator
 from zoo.parts import Environment
+from zoo.tensor.adapters import base_of, with_adapters
 from zoo.tensor.agreement import all_or_none
 from zoo.tensor.config import TensorParallelConfig
 from zoo.tensor.huggingface import plan_of
@@ -43,6 +44,9 @@ class TensorParallelPart:
         self._unseen: Any = None
         """The mesh, until its ranks have compared a batch."""
 
+    before = ("compression_training", "quantize_training", "data_efficiency", "progressive_layer_drop")
+    """Parts that give modules another forward, which a split one would not call."""
+
     def prepare(self, module: nn.Module, mesh: Any) -> None:
         """Leave this rank's part of ``module``, in place; a model that was cut before stays. Collective over the axis.
 
@@ -65,10 +69,11 @@ class TensorParallelPart:
         comm, grain, sequence = Communicator.of_axes(mesh, [AXIS]), self.section.tp.tp_grain_size, self.section.sequence
 
         def proved() -> Plan:
-            plan = self.plan or self._plan_of(module)
-            if self.section.prove and hasattr(getattr(module, "config", None), "model_type"):
-                prove(module, module.config, plan, degree, grain=grain, sequence=sequence)
-            return plan
+            _, base = base_of(module)
+            plan = self.plan or self._plan_of(base)
+            if self.section.prove and hasattr(getattr(base, "config", None), "model_type"):
+                prove(base, base.config, plan, degree, grain=grain, sequence=sequence)
+            return with_adapters(plan, module)
 
         self.plan = all_or_none(comm, "finding a tensor-parallel plan", proved)
         split(module, self.plan, mesh, grain=grain, sequence=sequence, overlap=self.section.tp_overlap_comm)

@@ -29,6 +29,7 @@ class Rule:
       summed over ranks; the bias is added once, after that.
     * of an embedding, ``rows`` deal the vocabulary (a masked lookup, then a sum), ``columns`` its features.
     * ``partial``: nothing is dealt, and each rank's gradient is a summand: norms within attention.
+    * of a dropout, ``columns``: it gets this rank's features; ``partial``: a whole tensor, where others are parts.
     * ``inside``: the module computes with parts of its own parameters, and its output is a sum over ranks: experts
       whose matrices are one tensor (E, I, C).
     * ``outputs``: nothing is dealt, and of its outputs the dim ``cut`` goes straight to the heads of every rank: the

@@ -6,10 +6,8 @@ loaded (:mod:`zoo.tensor.loading`). Nothing is changed before everything was che
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +15,16 @@ from torch import nn
 
 from zoo.comm import Communicator
 from zoo.layout import Box, Boxes, declare_partial, declare_split
+from zoo.tensor.adapters import home
 from zoo.tensor.agreement import all_or_none, description
-from zoo.tensor.dims import Dims
+from zoo.tensor.counting import Setting, counts_of, takes_of
 from zoo.tensor.dropout import Dealt, WholeMasks, drops
-from zoo.tensor.layers import Column, Direct, Features, Inside, Layer, Part, Row, Vocabulary, become, part_of
-from zoo.tensor.plans import AXIS, Count, Cut, Plan, Rule, Take, matches
+from zoo.tensor.guard import guard
+from zoo.tensor.layers import Column, Direct, Drop, Features, Inside, Layer, Part, Row, Vocabulary, become, part_of
+from zoo.tensor.plans import AXIS, Cut, Plan, Rule, matches
 from zoo.tensor.region import PIECES, Region
 from zoo.tensor.sequence import Place, SequenceRegion, gather_tokens
-from zoo.tensor.shares import HEAD, KV, QUERY
+from zoo.tensor.shares import HEAD
 
 LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", "FalconLinear")
 TURNED = ("Conv1D",)
@@ -41,15 +41,6 @@ class _Change:
     part: Part | None
     parameters: tuple[tuple[nn.Parameter, int, Cut | None], ...]
     """(parameter, dim, what of it stays; None for all of it, with a part of the gradient)"""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Who splits: ``comm`` the ranks of the axis, ``training`` with gradients, ``grain`` of hidden features."""
-
-    comm: Communicator
-    training: bool
-    grain: int
 
 
 def split(
@@ -131,7 +122,7 @@ def _prepared(
     setting, region = Setting(comm, training, grain), SequenceRegion(comm) if sequence else Region(comm)
     changes = _changes(model, plan, setting, region)
     tokens = _tokens(model, plan, changes) if sequence else None
-    return _Prepared(region, setting, changes, _counts(model, plan, setting), _takes(model, plan, setting), tokens)
+    return _Prepared(region, setting, changes, counts_of(model, plan, setting), takes_of(model, plan, setting), tokens)
 
 
 def _apply(model: nn.Module, plan: Plan, prepared: _Prepared, axis: str) -> Region:
@@ -146,6 +137,7 @@ def _apply(model: nn.Module, plan: Plan, prepared: _Prepared, axis: str) -> Regi
     for apply in [*prepared.counts, *prepared.takes]:
         apply()
     _draw_whole_masks(prepared.changes, plan, prepared.setting, region, model)
+    guard(model, [change.path for change in prepared.changes])
     if isinstance(region, SequenceRegion) and prepared.tokens is not None:
         _share_tokens(*prepared.tokens, region, axis)
     return region
@@ -216,7 +208,7 @@ def _draw_whole_masks(
         heads = Dealt(queries.start, queries.stop, share.heads.num)
     found: dict[str, list[Dealt]] = {}
     for change in changes:
-        part, path = change.part, change.path.rpartition(".")[0]
+        part, path = change.part, home(model, change.path)
         if change.kind not in (Row, Column) or part is None or part.sizes is not None:
             continue
         features = found.setdefault(path, [])
@@ -261,6 +253,15 @@ def _change(
                 f"{path}.{name} is a {type(parameter).__name__}; split a model before its parameters are partitioned "
                 "or quantised."
             )
+        if parameter.grad is not None:
+            raise ValueError(f"{path}.{name} has a gradient, of the whole of it; split a model before its backward.")
+    if "forward" in module.__dict__ or type(module).__mro__[1].__name__ == type(module).__name__:
+        raise ValueError(
+            f"{path} has a forward that was put in its place, as compression does, and that a split layer would not "
+            "call; split a model first."
+        )
+    if isinstance(module, nn.Dropout):
+        return _Change(path, module, rule, Drop, Part(region, _dropped(path, rule, plan, setting)), ())
     if rule.partial:
         return _Change(path, module, rule, Layer, None, tuple((p, 0, None) for p in parameters.values()))
     if rule.outputs:
@@ -290,6 +291,17 @@ def _change(
     of_weight = (weight, dim, None if stays else cut)
     of_bias = [(parameters["bias"], 0, None if stays else cut)] if rule.rows and "bias" in parameters else []
     return _Change(path, module, rule, kind, part, (of_weight, *of_bias))
+
+
+def _dropped(path: str, rule: Rule, plan: Plan, setting: Setting) -> Cut:
+    """What a dropout gets: nothing of it is dealt, or as much as of the columns of the matrix beside it."""
+    if rule.partial:
+        return Cut((), None, False, 0)
+    comm = setting.comm
+    cut = plan.cut(rule, rule.dims.total, comm.size, comm.rank, setting.grain)
+    if cut.shared or cut.take:
+        raise ValueError(f"{path}: at degree {comm.size} ranks have features of what it drops in common.")
+    return cut
 
 
 def _inside(
@@ -387,79 +399,3 @@ def _resize(module: nn.Module, part: Part, kind: type[Layer]) -> None:
     name = {"out_features": "nf", "in_features": "nx"}[names[kind]] if part.turned else names[kind]
     if part.sizes is None and part.rows is None and hasattr(module, name):
         setattr(module, name, part.cut.size)
-
-
-def _counts(model: nn.Module, plan: Plan, setting: Setting) -> list[Callable[[], None]]:
-    found: list[Callable[[], None]] = []
-    share = plan.share(setting.comm.size, setting.comm.rank, setting.grain)
-    known, dealt = dict(plan.sizes), {HEAD, KV, QUERY} | {rule.cut for rule in plan.rules}
-    for count in plan.counts:
-        value = 1
-        for factor in Dims.parse(count.dims).factors:
-            if isinstance(factor, tuple):
-                raise ValueError(f"{count}: a product of dims, without brackets.")
-            size = factor.size
-            if size is None:
-                size = share.size(factor.name) if factor.name in dealt else known.get(factor.name)
-            if size is None:
-                raise ValueError(f"{count}: the plan has no size for {factor.name!r}.")
-            value *= size
-        for path, module in _modules(model, count.module, count):
-            found.append(_counting(path, module, count, value))
-    return found
-
-
-def _counting(path: str, module: nn.Module, count: Count, value: int) -> Callable[[], None]:
-    holder, _, name = count.attribute.rpartition(".")
-    owner = getattr(module, holder, None) if holder else module
-    if not hasattr(owner, name):
-        raise ValueError(f"{path} has no attribute {count.attribute!r}, which plan and model have to agree on.")
-
-    def apply() -> None:
-        if not holder:
-            setattr(module, name, value)
-            return
-        own = copy.copy(getattr(module, holder))
-        setattr(own, name, value)
-        setattr(module, holder, own)
-
-    return apply
-
-
-def _takes(model: nn.Module, plan: Plan, setting: Setting) -> list[Callable[[], Any]]:
-    return [
-        partial(module.register_forward_pre_hook, _Taking(take, plan, setting), with_kwargs=True)
-        for take in plan.takes
-        for _, module in _modules(model, take.module, take)
-    ]
-
-
-class _Taking:
-    """A hook that gives a module its own part of an argument. Arguments without gradients only: slopes, masks."""
-
-    def __init__(self, take: Take, plan: Plan, setting: Setting) -> None:
-        self._take, self._plan, self._setting = take, plan, setting
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Taking:
-        return self
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name, comm = self._take.argument, self._setting.comm
-        given = args[name] if isinstance(name, int) and name < len(args) else kwargs.get(str(name))
-        if not isinstance(given, torch.Tensor):
-            return None
-        if given.requires_grad:
-            raise ValueError(f"{self._take}: it needs a gradient, which would be this rank's alone.")
-        dims = Dims.parse(self._take.dims).resolved(dict(self._plan.sizes), given.shape[self._take.dim], str(name))
-        runs = dims.runs(self._take.cut, self._plan.share(comm.size, comm.rank, self._setting.grain))
-        mine = torch.cat([given.narrow(self._take.dim, start, stop - start) for start, stop in runs], self._take.dim)
-        if isinstance(name, int):
-            return (*args[:name], mine, *args[name + 1 :]), kwargs
-        return args, {**kwargs, name: mine}
-
-
-def _modules(model: nn.Module, pattern: str, of: Any) -> list[tuple[str, nn.Module]]:
-    found = [(path, module) for path, module in model.named_modules() if matches(pattern, path)]
-    if not found:
-        raise ValueError(f"{of}: the model has no such module.")
-    return found

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from zoo.layout import split_of
+from zoo.tensor.adapters import home
 from zoo.tensor.layers import Column, Inside, Row, Vocabulary, part_of
 from zoo.tensor.plans import Plan
 from zoo.tensor.splitting import split_alone
@@ -22,6 +23,7 @@ class Summary:
         whole_bytes: parameters of the model that is not split. rank_bytes: of each rank.
         sums_forward: sums over ranks of (B, T, C) in a forward, for C of every size: C → how many.
         sums_backward: of gradients of that shape in a backward.
+        checked: features of embeddings whose sums have a row more, which says that ranks have the same ids.
         gathered: features of outputs that are gathered in a forward, for each token.
         partial_bytes: parameters that are whole on every rank, and whose gradients are summed in a step.
     """
@@ -32,13 +34,15 @@ class Summary:
     sums_backward: dict[int, int]
     gathered: int
     partial_bytes: int
+    checked: int = 0
 
     def sent_bytes(self, num_tokens: int, itemsize: int = 4) -> tuple[int, int]:
         """The messages of a forward and of a backward of B·T tokens, as whole buffers (an all-reduce sends about twice
         its buffer)."""
         each = num_tokens * itemsize
         forward = sum(features * number for features, number in self.sums_forward.items()) + self.gathered
-        return forward * each, sum(features * number for features, number in self.sums_backward.items()) * each
+        backward = sum(features * number for features, number in self.sums_backward.items())
+        return forward * each + self.checked * itemsize, backward * each
 
 
 class Rank:
@@ -62,7 +66,7 @@ def summary(model: nn.Module, plan: Plan, degree: int, *, training: bool = True,
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     blocks: dict[str, int] = {}
-    gathered = 0
+    gathered = checked = 0
     for path, module in ranks[0].named_modules():
         part = part_of(module)
         if part is None:
@@ -70,8 +74,11 @@ def summary(model: nn.Module, plan: Plan, degree: int, *, training: bool = True,
         if isinstance(module, Row | Vocabulary):
             features = _features(module, 1 if part.turned or isinstance(module, Vocabulary) else 0)
             forward[features] = forward.get(features, 0) + 1
+            checked += features if isinstance(module, Vocabulary) and features >= degree else 0
         elif isinstance(module, Column):
-            blocks[path.rpartition(".")[0] or path] = _features(module, 0 if part.turned else 1)
+            block = home(ranks[0], path)
+            # What adapters have in between comes in by itself.
+            blocks[path if ".lora_B." in path else block or path] = _features(module, 0 if part.turned else 1)
             gathered += sum(part.sizes or ())
         elif isinstance(module, Inside):
             features = max(p.shape[-1] for p in module.parameters())
@@ -82,7 +89,7 @@ def summary(model: nn.Module, plan: Plan, degree: int, *, training: bool = True,
     partial = sum(_bytes(p) for p in ranks[0].parameters() if split_of(p).partial)
     return Summary(
         sum(map(_bytes, model.parameters())), tuple(sum(map(_bytes, rank.parameters())) for rank in ranks), forward,
-        backward if training else {}, gathered, partial if training else 0,
+        backward if training else {}, gathered, partial if training else 0, checked,
     )  # fmt: skip
 
 
