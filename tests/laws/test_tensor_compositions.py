@@ -178,8 +178,8 @@ def test_a_split_model_trains_as_one_process_with_all_of_it(case: Case) -> None:
     is_as_one_process(case, simulated)
 
 
-def compiled(rank: int, case: Case, folder: str) -> Any:
-    return trained(case, folder)
+def compiled(rank: int, more: dict[str, Any], folder: str) -> Any:
+    return trained(Case(compiled=True, **more), folder)
 
 
 @pytest.mark.slow
@@ -187,5 +187,9 @@ def compiled(rank: int, case: Case, folder: str) -> Any:
     "more", [{}, {"again": "torch", "offload": "cpu"}, {"sequence": True, "compression": "quantized"}]
 )
 def test_compiled_blocks_of_a_split_model_train_as_one_process(more: dict[str, Any]) -> None:
-    case = Case(compiled=True, **more)
-    is_as_one_process(case, lambda case, folder: list(run_ranks(2, compiled, case, folder).values()))
+    def run(case: Case, folder: str) -> list[Any]:
+        found = run_ranks(2, compiled, more, folder)
+        assert len(found) == 2
+        return list(found.values())
+
+    is_as_one_process(Case(compiled=True, **more), run)
