@@ -225,7 +225,12 @@ def computations(model: nn.Module) -> list[tuple[str, Step]]:
     ids = torch.randint(config.vocab_size, (_BATCH, _TOKENS + 1), generator=generator)
     mask = torch.ones_like(ids)
     mask[0, :_PADS] = 0
-    then = {} if cache is None else {"use_cache": True}
+    then: dict[str, Any] = {} if cache is None else {"use_cache": True}
+    if getattr(config, "add_cross_attention", False):
+        then["encoder_hidden_states"] = torch.randn(
+            _BATCH, _TOKENS - 1, config.hidden_size, generator=generator, dtype=torch.float64
+        )
+    always = {key: value for key, value in then.items() if key != "use_cache"}
     if config.is_encoder_decoder:
         other = torch.randint(config.vocab_size, (_BATCH, _TOKENS + 1), generator=generator)
 
@@ -241,7 +246,7 @@ def computations(model: nn.Module) -> list[tuple[str, Step]]:
             return model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], **then)
 
         def second(model: nn.Module, before: Mapping[str, Any]) -> Any:
-            return model(input_ids=ids[:, -1:], attention_mask=mask, **{str(cache): before[str(cache)]})
+            return model(input_ids=ids[:, -1:], attention_mask=mask, **{str(cache): before[str(cache)]}, **always)
 
     def decode(model: nn.Module, before: Mapping[str, Any]) -> Any:
         return None if before.get(str(cache)) is None else second(model, before)

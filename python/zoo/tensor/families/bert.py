@@ -5,24 +5,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from zoo.tensor.families.pieces import alone, attention, counts, perceptron, sizes, vocabulary
+from zoo.tensor.families.pieces import attention, counts, perceptron, sizes, vocabulary
 from zoo.tensor.plans import Plan
 
 
 def plan(config: Any) -> Plan:
-    """Of the model with its head for masked words. The pooler and the head's first matrix stay whole."""
-    alone(config)
+    """Of the model with its head for words. The pooler and the head's first matrix stay whole."""
     layer = "bert.encoder.layer.*"
-    at = f"{layer}.attention"
+    places = [f"{layer}.attention"] + [f"{layer}.crossattention"] * bool(getattr(config, "add_cross_attention", False))
+    names = ("self.query", "self.key", "self.value", "output.dense")
     own = {"num_attention_heads": "head", "all_head_size": "head dim"}
     return Plan(
         name=config.model_type,
         sizes=sizes(config, dim=config.hidden_size // config.num_attention_heads),
         rules=(
             *vocabulary("bert.embeddings.word_embeddings", head="cls.predictions.decoder"),
-            *attention(at, "self.query", "self.key", "self.value", "output.dense"),
+            *(rule for at in places for rule in attention(at, *names)),
             *perceptron(f"{layer}.intermediate.dense", down=f"{layer}.output.dense"),
         ),
-        counts=counts(f"{at}.self", own),
+        counts=tuple(count for at in places for count in counts(f"{at}.self", own)),
         layers=layer,
     )

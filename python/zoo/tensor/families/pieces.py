@@ -46,15 +46,6 @@ def sizes(config: Any, kv: int | None = None, **more: int) -> tuple[tuple[str, i
     return (("head", heads), ("kv", kv or heads), ("vocab", config.vocab_size), *more.items())
 
 
-def alone(config: Any) -> None:
-    """Raise ValueError for a decoder that looks at an encoder's outputs, which these families do not plan."""
-    if getattr(config, "add_cross_attention", False):
-        raise ValueError(
-            f"{config.model_type} with add_cross_attention has no tensor-parallel plan: its cross-attention is laid "
-            "out in another way. Give a plan of your own (zoo.tensor.Plan)."
-        )
-
-
 def experts(module: str) -> Rule:
     """Experts whose matrices are one tensor each, gate and up together: (E, 2I, C) and (E, C, I)."""
     return Rule(module=module, inside=(("gate_up_proj", -2, "part=2 inner"), ("down_proj", -1, "inner")), cut="inner")
