@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.tensor import hub
 from tests.tensor.models import Decoder, Shape, plan_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +18,7 @@ from zoo.comm import Communicator
 from zoo.layout import Box, split_of
 from zoo.tensor import load, prove, split
 from zoo.tensor import plan_of as plan_of_model
+from zoo.tensor.agreement import _checksum
 
 SHAPE = Shape()
 
@@ -94,3 +97,25 @@ def test_a_proof_leaves_the_generators_of_devices_alone(monkeypatch: pytest.Monk
     prove(model, model.config, plan_of_model(model), 2)
     assert not seeds
     assert torch.equal(before, torch.get_rng_state())
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+
+
+@given(
+    dtype=st.sampled_from(DTYPES), numel=st.integers(0, 20),
+    offset=st.integers(0, 3), at=st.integers(0, 19),
+)  # fmt: skip
+def test_a_checksum_is_of_values_and_not_of_where_they_lie(
+    dtype: torch.dtype, numel: int, offset: int, at: int
+) -> None:
+    values = torch.randn(numel + offset, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    here = values[offset:]
+    apart = torch.empty(numel, 2, dtype=dtype)[:, 0]
+    apart.copy_(here)
+    for same in (here.clone(), apart):
+        assert _checksum(same) == _checksum(here)
+    if numel:
+        other = here.clone()
+        other[at % numel] = 5.0
+        assert _checksum(other) != _checksum(here)

@@ -10,7 +10,7 @@ from tests.tensor.models import Decoder, Shape, plan_of
 
 from zoo import sim
 from zoo.comm import Communicator
-from zoo.tensor import split
+from zoo.tensor import split, sum_gradients
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -92,3 +92,35 @@ def compiled(rank: int, sequence: bool) -> None:
 def test_compiled_blocks_compute_the_same(sequence: bool) -> None:
     """A graph breaks where ranks send. Of processes: the compiler's caches are not for ranks that are threads."""
     assert len(run_ranks(2, compiled, sequence)) == 2
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_plain_torch_optimizer_gets_sums_of_gradients(sequence: bool) -> None:
+    """Where heads are uneven, ranks have parts of the gradients of keys and values."""
+    shape = Shape(heads=3, kv=1, norm=True)
+    batches = torch.randint(shape.vocab, (3, 2, 5), generator=torch.Generator().manual_seed(0))
+
+    def trained(model: Decoder, summed: bool) -> Decoder:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for ids in batches:
+            optimizer.zero_grad()
+            model(ids).square().mean().backward()
+            if summed:
+                sum_gradients(model)
+            optimizer.step()
+        return model
+
+    expected = trained(Decoder(shape), False)
+    logits = expected(batches[0])
+    sum_gradients(expected)  # of a whole model: nothing to do
+
+    def fn(rank: int) -> None:
+        model, other = Decoder(shape), Decoder(shape)
+        for one in (model, other):
+            split(one, plan_of(shape), Communicator(), sequence=sequence)
+        trained(model, True)
+        trained(other, False)
+        torch.testing.assert_close(model(batches[0]), logits, rtol=1e-9, atol=1e-10)
+        assert not torch.allclose(other(batches[0]), logits, rtol=1e-9, atol=1e-10)
+
+    sim.run(2, fn, seed=0)

@@ -1,3 +1,4 @@
+from .gradients import sum_gradients as sum_gradients
 from .guess import guess as guess
 from .huggingface import plan_of as plan_of
 from .injection import plan_of_injection_policy as plan_of_injection_policy

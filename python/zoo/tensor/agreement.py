@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from zoo.comm import Communicator, together
 from zoo.layout import split_of
@@ -64,4 +65,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of its bits as integers, which wraps around; 0 of what has no values."""
     if tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
         return torch.zeros((), dtype=torch.int64)
-    return tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)
+    flat, each = tensor.view(_INTEGERS[tensor.itemsize]).reshape(-1), 8 // tensor.itemsize
+    if flat.numel() % each or flat.storage_offset() % each:
+        flat = F.pad(flat, (0, -flat.numel() % each), value=0) if flat.numel() % each else flat.clone()
+    return flat.view(torch.int64).sum()  # eight bytes at a time: read once, and nothing is cast
