@@ -210,3 +210,28 @@ def test_a_view_of_a_configuration_has_counts_of_its_own() -> None:
         assert (model.config.heads, model.config.way, model.mlp.config.heads) == (4, "c", 3)
 
     sim.run(2, fn, seed=0)
+
+
+@pytest.mark.parametrize("what", ["seed", "draw"])
+def test_ranks_that_draw_other_masks_are_told(what: str) -> None:
+    """``torch.manual_seed(seed + rank)``, or one number more on the rank that logs: residuals would differ."""
+
+    def fn(rank: int) -> None:
+        model: Any = Decoder(SHAPE)
+        model.blocks[0].dropped = nn.Dropout(0.5)
+        cut(model)
+        model(IDS % 12)
+        torch.manual_seed(3 + rank if what == "seed" else 3)
+        if what == "draw" and rank == 0:
+            torch.rand(1)
+        for mine in (model, copy.deepcopy(model)):
+            with pytest.raises(ValueError, match=r"ranks 1 of the .* draw other random numbers than rank 0"):
+                mine(IDS % 12)
+        model.eval()(IDS % 12)
+        torch.manual_seed(4)
+        model.train()(IDS % 12)
+        cut(Decoder(SHAPE))(IDS % 12)
+        torch.manual_seed(rank)
+        cut(Decoder(SHAPE))(IDS % 12)  # nothing is dropped
+
+    sim.run(2, fn, seed=0)

@@ -1,4 +1,3 @@
-from .gradients import sum_gradients as sum_gradients
 from .guess import guess as guess
 from .huggingface import plan_of as plan_of
 from .injection import plan_of_injection_policy as plan_of_injection_policy
@@ -23,3 +22,4 @@ from .region import Region as Region
 from .splitting import split as split
 from .summary import Summary as Summary
 from .summary import summary as summary
+from .summing import sum_gradients as sum_gradients

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from zoo.layout import declare_as
 from zoo.tensor.plans import Cut
 from zoo.tensor.region import Region, has_values
+from zoo.tensor.same_batch import bytes_of_each, check_alike, checksums
 from zoo.tensor.shares import Run
 
 _STATE = "_zoo_tensor"
@@ -184,8 +185,7 @@ class Row(Layer):
 class Vocabulary(Layer, nn.Embedding):
     """y = Σ over ranks of what each finds: words of other ranks are zeros. Shapes: ids (…), y (…, C).
 
-    One more row tells whether all ranks have the same ids: in it each writes a checksum of its own in columns of its
-    own, as bytes, which every dtype holds exactly.
+    One more row tells whether all ranks have the same ids (:mod:`zoo.tensor.same_batch`).
     """
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -196,41 +196,18 @@ class Vocabulary(Layer, nn.Embedding):
         if padding is not None:
             padding = padding - start if start <= padding < stop else None
         _check_ids(ids, part.cut.total)
-        rank, size, width = part.region.comm.rank, part.region.comm.size, self.weight.shape[1]
-        num_bytes = min(width // size, _SUM_BYTES) if has_values(ids) else 0
+        width, comm = self.weight.shape[1], part.region.comm
+        num_bytes = bytes_of_each(width, comm.size) if has_values(ids) else 0
         rows, elsewhere = (ids - start).masked_fill(elsewhere, 0), elsewhere.unsqueeze(-1)
         if num_bytes == 0:
             return part.region.leave(F.embedding(rows, self.weight, padding).masked_fill(elsewhere, 0.0))
         rows, elsewhere = F.pad(rows.flatten(), (0, 1)), F.pad(elsewhere.flatten(), (0, 1), value=True)
         found = F.embedding(rows, self.weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        found.detach()[-1, rank * num_bytes : (rank + 1) * num_bytes] = _checksum(ids, num_bytes)
+        mine = found.detach()[-1, comm.rank * num_bytes : (comm.rank + 1) * num_bytes]
+        mine.copy_(checksums(ids, num_bytes, draws=self.training and part.region.draws))
         found = part.region.leave(found)
-        _check_alike(found.detach()[-1, : size * num_bytes].view(size, num_bytes), rank)
+        check_alike(found.detach()[-1, : comm.size * num_bytes].view(comm.size, num_bytes), comm.rank)
         return found[:-1].view(*ids.shape, width)
-
-
-_SUM_BYTES = 4
-
-
-def _checksum(ids: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """(num_bytes,) from 0 to 255: of ids and their order."""
-    places = torch.arange(1, ids.numel() + 1, device=ids.device)
-    total = ((ids.flatten() + 1) * (places * 40503 % 65521)).sum()
-    return total.bitwise_right_shift(8 * torch.arange(num_bytes, device=ids.device)).bitwise_and(255)
-
-
-def _check_alike(sums: torch.Tensor, rank: int) -> None:
-    """Other samples on ranks of the axis would be sums of other tokens in silence."""
-    same = sums == sums[0]
-    if sums.device.type != "cpu":
-        torch._assert_async(same.all(), "tensor-parallel ranks have got other token ids")
-    elif not bool(same.all()):
-        others = [number for number, row in enumerate(same.all(dim=1).tolist()) if not row]
-        raise ValueError(
-            f"ranks {', '.join(map(str, others))} of the tensor-parallel axis have got other token ids than rank 0 "
-            f"(this is rank {rank}). Along this axis all ranks see the same batch: deal samples to data-parallel ranks "
-            "alone, and draw tokens with one seed."
-        )
 
 
 def _check_ids(ids: torch.Tensor, total: int) -> None:

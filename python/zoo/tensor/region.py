@@ -47,6 +47,8 @@ class Region:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self.draws = False
+        """The model drops something in training."""
         self.drawing = False
         """A mask of a whole tensor is being drawn."""
         self.inside = False
@@ -58,8 +60,8 @@ class Region:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         if id(self) not in memo:
-            memo[id(self)] = type(self)(self.comm)
-            memo[id(self)].pieces = self.pieces
+            memo[id(self)] = found = type(self)(self.comm)
+            found.pieces, found.draws = self.pieces, self.draws
         return memo[id(self)]  # type: ignore[no-any-return]
 
     @eager

@@ -136,6 +136,7 @@ def _apply(model: nn.Module, plan: Plan, prepared: _Prepared, axis: str) -> Regi
             _resize(change.module, change.part, change.kind)
     for apply in [*prepared.counts, *prepared.takes]:
         apply()
+    region.draws = drops(model)
     _draw_whole_masks(prepared.changes, plan, prepared.setting, region, model)
     guard(model, [change.path for change in prepared.changes])
     if isinstance(region, SequenceRegion) and prepared.tokens is not None:
