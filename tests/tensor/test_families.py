@@ -108,6 +108,25 @@ def test_models_without_a_head_have_the_same_plan(name: str) -> None:
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", "LlamaForQuestionAnswering"), ("t5", "T5ForTokenClassification")]
+)  # fmt: skip
+def test_a_base_model_under_another_name_has_the_plan_of_its_family(name: str, kind: str) -> None:
+    """Nothing was split, and nobody told."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(pytest.importorskip("transformers"), kind)(config_of(name)).double().eval()
+    ids, copies = torch.tensor([[1, 2, 3]]), [copy.deepcopy(model) for _ in range(2)]
+    expected = model(ids)[0]
+
+    def fn(rank: int) -> None:
+        split(copies[rank], plan_of(model), Communicator())
+        assert sum(p.numel() for p in copies[rank].parameters()) < 0.7 * sum(p.numel() for p in model.parameters())
+        torch.testing.assert_close(copies[rank](ids)[0], expected, rtol=1e-6, atol=1e-6)
+
+    sim.run(2, fn, seed=0)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("bert", "BertLMHeadModel"), ("gpt2", "GPT2LMHeadModel")])
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_decoder_looks_at_an_encoder(name: str, kind: str, degree: int) -> None:

@@ -89,12 +89,16 @@ def guessed(model: nn.Module) -> Plan:
 
 
 def fitted(plan: Plan, model: nn.Module) -> Plan:
-    """The same for ``model``, which may lack a head, an encoder or a decoder, or be the module that heads call."""
+    """The same for ``model``, which may lack a head, an encoder or a decoder, be the module that heads call, or have it
+    under another name or one more."""
     paths = [path for path, _ in model.named_modules()]
     prefix = getattr(model, "base_model_prefix", "") + "."
 
+    def names(pattern: str) -> tuple[str, ...]:
+        return pattern, pattern.removeprefix(prefix), prefix + pattern.partition(".")[2], prefix + pattern
+
     def fit(item: Any) -> Any:
-        for pattern in (item.module, item.module.removeprefix(prefix)):
+        for pattern in names(item.module):
             if any(matches(pattern, path) for path in paths):
                 return replace(item, module=pattern)
         first = item.module.removeprefix(prefix).split(".")[0]
@@ -106,7 +110,7 @@ def fitted(plan: Plan, model: nn.Module) -> Plan:
         tuple(found for item in items if (found := fit(item)) is not None)
         for items in (plan.rules, plan.counts, plan.takes)
     )
-    layers = next((p for p in (plan.layers, plan.layers.removeprefix(prefix)) if _any(p, paths)), "")
+    layers = next((pattern for pattern in names(plan.layers) if _any(pattern, paths)), "")
     return replace(plan, rules=rules, counts=counts, takes=takes, layers=layers)
 
 
