@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_told_before_anything_changes() -> None:
 
 @pytest.mark.parametrize("degree", [2, 3])
 def test_sums_in_pieces_are_the_sums_and_begin_while_the_rest_is_computed(degree: int) -> None:
-    """As many bytes in twice as many messages; the first is under way before the second product."""
+    """As many bytes, with a row of ids, in twice as many messages; the first is under way before the second product."""
     shape = Shape(heads=6, kv=2, layers=2, vocab=12)
     ids, size = tokens(shape), tokens(shape).numel() * WIDTH * 8
 
@@ -224,7 +224,7 @@ def test_sums_in_pieces_are_the_sums_and_begin_while_the_rest_is_computed(degree
             logits = model(ids)
             sums = comm.log.ops["all_reduce"]
             blocks = 2 * shape.layers
-            assert (sums.count, sums.message_bytes) == (blocks * (1 + overlap) + 1, (blocks + 1) * size)
+            assert (sums.count, sums.message_bytes) == (blocks * (1 + overlap) + 1, (blocks + 1) * size + WIDTH * 8)
             (logits * weights_of(logits)).sum().backward()
             return logits, {name: parameter.grad for name, parameter in model.named_parameters()}
 
