@@ -151,6 +151,10 @@ def test_a_model_whose_layers_were_wrapped_or_have_gradients_is_told() -> None:
         model.head.forward = lambda x: x
         with pytest.raises(ValueError, match="head has a forward that was put in its place"):
             cut(model)
+        model = Decoder(Shape(vocab=12, tied=False))
+        nn.utils.weight_norm(model.head)
+        with pytest.raises(ValueError, match="head has the parameters weight_g, weight_v and makes its weight of them"):
+            cut(model)
         model = Decoder(SHAPE)
         model(IDS % 12).sum().backward()
         with pytest.raises(ValueError, match=r"words\.weight has a gradient, of the whole of it"):

@@ -270,6 +270,11 @@ def _change(
     if rule.inside:
         return _inside(path, module, rule, plan, setting, region)
     turned = _is_turned(path, module)
+    if "weight" not in parameters:
+        raise ValueError(
+            f"{path} has the parameters {', '.join(parameters)} and makes its weight of them, as in weight norm "
+            "and pruning; split a model before that."
+        )
     weight = parameters["weight"]
     embedding = isinstance(module, nn.Embedding)
     dim = int(bool(rule.columns)) if not turned else int(bool(rule.rows))
