@@ -47,11 +47,9 @@ def is_compiled(module: Any) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def hidden_from_compiler(hook: Any) -> Any:
-    """The same hook, which torch.compile does not trace into; it costs 0.3 µs more."""
-    import torch
-
-    return partial(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+def hidden_from_compiler(hook: Any, disable: Callable[[Any], Any]) -> Any:
+    """The same hook, into which torch.compile does not trace, by ``torch.compiler.disable``; it costs 0.3 µs more."""
+    return partial(disable(hook))
 
 
 def is_watched(module: Any) -> bool:

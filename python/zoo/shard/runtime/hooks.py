@@ -115,7 +115,8 @@ class Runtime:
         for bucket in self._buckets:
             for name in dict.fromkeys(bucket.spec.units):
                 by_unit[name].append(bucket)
-        hook = hidden_from_compiler if any(map(is_compiled, self._model.modules())) else partial
+        hidden = partial(hidden_from_compiler, disable=torch.compiler.disable)
+        hook = hidden if any(map(is_compiled, self._model.modules())) else partial
         for spec in specs:
             unit = Unit(spec, by_unit[spec.name])
             self.units.append(unit)
@@ -141,7 +142,7 @@ class Runtime:
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
-                hooks[handle.id] = own_hook(hidden_from_compiler(hooks[handle.id]))
+                hooks[handle.id] = own_hook(hidden_from_compiler(hooks[handle.id], torch.compiler.disable))
 
     def remove(self) -> None:
         """Take all hooks off the model."""
