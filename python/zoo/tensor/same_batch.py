@@ -20,12 +20,18 @@ def bytes_of_each(width: int, size: int) -> int:
 def checksums(ids: torch.Tensor, num_bytes: int, *, draws: bool) -> torch.Tensor:
     """(num_bytes,) from 0 to 255: the first half of ids, rounded up, the others of the generator, or 0."""
     places = torch.arange(1, ids.numel() + 1, device=ids.device)
-    of_ids = ((ids.flatten() + 1) * (places * 40503 % 65521)).sum()
-    shifts = 8 * torch.arange(num_bytes - num_bytes // 2, device=ids.device)
-    found = of_ids.bitwise_right_shift(shifts).bitwise_and(255)
+    of_ids = ((ids.flatten() + 1) * places.mul_(40503).remainder_(65521)).sum()
     state = _state_of(ids.device) if draws else 0
-    more = [state >> 8 * number & 255 for number in range(num_bytes // 2)]
+    first, more = num_bytes - num_bytes // 2, _bytes(state, num_bytes // 2)
+    if ids.device.type == "cpu":  # as for each token: a number of Python costs less than tensors
+        return torch.tensor(_bytes(int(of_ids), first) + more)
+    shifts = 8 * torch.arange(first, device=ids.device)
+    found = of_ids.bitwise_right_shift(shifts).bitwise_and(255)
     return torch.cat([found, torch.tensor(more, dtype=found.dtype, device=found.device)])
+
+
+def _bytes(number: int, num_bytes: int) -> list[int]:
+    return [number >> 8 * at & 255 for at in range(num_bytes)]
 
 
 def _state_of(device: torch.device) -> int:
@@ -41,12 +47,14 @@ def check_alike(sums: torch.Tensor, rank: int) -> None:
     Args:
         sums: (ranks, bytes) of everybody, the same on all ranks; so all of them raise, or none.
     """
-    same = sums == sums[0]
     if sums.device.type != "cpu":  # nothing waits for the device
-        torch._assert_async(same.all(), "tensor-parallel ranks have other token ids, or draw other random numbers")
+        fine = (sums == sums[0]).all()
+        torch._assert_async(fine, "tensor-parallel ranks have other token ids, or draw other random numbers")
         return
-    if bool(same.all()):
+    everyone = sums.tolist()
+    if all(row == everyone[0] for row in everyone):
         return
+    same = sums == sums[0]
     ids = same.shape[1] - same.shape[1] // 2
     others = [number for number, row in enumerate(same[:, :ids].all(dim=1).tolist()) if not row]
     if others:
