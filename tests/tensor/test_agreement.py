@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.tensor import hub
 from tests.tensor.models import Decoder, Shape, plan_of
@@ -106,6 +106,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn]
     dtype=st.sampled_from(DTYPES), numel=st.integers(0, 20),
     offset=st.integers(0, 3), at=st.integers(0, 19),
 )  # fmt: skip
+@example(dtype=torch.float32, numel=0, offset=0, at=0)
+@example(dtype=torch.bfloat16, numel=7, offset=1, at=6)
 def test_a_checksum_is_of_values_and_not_of_where_they_lie(
     dtype: torch.dtype, numel: int, offset: int, at: int
 ) -> None:

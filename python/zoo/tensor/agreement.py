@@ -63,9 +63,9 @@ def description(model: nn.Module) -> dict[str, Any]:
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of its bits as integers, which wraps around; 0 of what has no values."""
-    if tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided or not tensor.numel():
         return torch.zeros((), dtype=torch.int64)
-    flat, each = tensor.view(_INTEGERS[tensor.itemsize]).reshape(-1), 8 // tensor.itemsize
+    flat, each = tensor.view(_INTEGERS[tensor.itemsize]).contiguous().view(-1), 8 // tensor.itemsize
     if flat.numel() % each or flat.storage_offset() % each:
         flat = F.pad(flat, (0, -flat.numel() % each), value=0) if flat.numel() % each else flat.clone()
     return flat.view(torch.int64).sum()  # eight bytes at a time: read once, and nothing is cast
