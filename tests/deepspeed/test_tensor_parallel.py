@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.checkpointing.foreign.golden_model import BEFORE, LR, PARTS, ROWS, Cut, batches, loss_of
+from tests.checkpointing.foreign.test_deepspeed import GOLDEN
 from tests.deepspeed.test_tensor_ranks import Mpu
 from torch import nn
 from torch.nn import functional as F
@@ -415,3 +418,30 @@ def test_what_the_section_expert_parallel_cannot_say_is_told(section: dict[str, 
             model=Layers(),
             config={"train_batch_size": 1, "expert_parallel": {"enabled": True}, "moe": {"enabled": True}},
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "degree", "data"), [("stage0", 0, 3, 1), ("stage1", 1, 2, 2), ("stage3", 3, 1, 2)]
+)
+def test_a_checkpoint_that_autotp_wrote_goes_on_at_any_degree(name: str, stage: int, degree: int, data: int) -> None:
+    golden = GOLDEN / f"tensor_{name}"
+    theirs = json.loads((golden / "losses.json").read_text())[0]
+    document: dict[str, Any] = {
+        "train_batch_size": ROWS, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+    }  # fmt: skip
+    if degree > 1:
+        document["tensor_parallel"] = {**PARTS, "autotp_size": degree}
+
+    def fn(rank: int) -> None:
+        engine = deepspeed.initialize(model=Cut(), config=document)[0]
+        engine.load_checkpoint(golden, "step")
+        losses, share = [], (rank // degree, data)
+        for x, y in batches(0)[BEFORE:]:
+            loss = loss_of(engine, (x.chunk(share[1])[share[0]], y.chunk(share[1])[share[0]]))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(engine.engine.record.loss))
+        assert losses == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+    run(degree * data, fn)
