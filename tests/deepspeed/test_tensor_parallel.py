@@ -99,6 +99,10 @@ def test_a_model_is_cut_trained_and_whole_again(stage: int) -> None:
         assert (engine.autotp_size(), groups.get_tensor_model_parallel_world_size()) == (2, 2)
         assert (groups.get_tensor_model_parallel_rank(), groups.get_data_parallel_world_size()) == (rank % 2, 2)
         assert engine.module.up.out_features == (4, 3)[rank % 2]
+        assert isinstance(engine.module.up, LinearLayer)
+        assert isinstance(engine.module.down, LinearAllreduce)
+        assert (engine.module.down.name, engine.module.up.gather_output) == ("down", False)
+        assert (engine.module.up.tp_world_size, engine.module.up.tp_index) == (2, rank % 2)
         found = engine._consolidated_16bit_state_dict()
         assert (found is not None) == (rank == 0)
         if found is not None:

@@ -196,6 +196,10 @@ def _wrapped(engine: Any, document: dict[str, Any], mpu: Any, *, pipeline: bool)
         _sum_gradients(engine, pipeline)
     by_section = engine.config.asks_for("tensor_parallel") and engine.config.tensor_parallel.degree > 1
     groups.follow(engine, mpu, by_mesh=by_section)
+    if by_section:
+        from zoo.deepspeed.adapters.tensor.layers import adopt_all
+
+        adopt_all(engine.module, engine.mesh.get_group("tensor"))
     made = engine_class(engine.module)(engine, document, mpu)
     _MADE[id(engine.sharded)] = made
     keep(engine.module, engine.sharded)

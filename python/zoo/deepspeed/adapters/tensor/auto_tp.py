@@ -84,7 +84,7 @@ class AutoTP:
             rule = plan.rule_of(path)
             linear = isinstance(module, nn.Linear) and type(module).__mro__[-3:][0].__name__ in LINEAR
             if rule is not None and linear and (rule.rows or rule.columns):
-                adopt(module, rule, self.mp_group, path)
+                adopt(module, self.mp_group, path, row=bool(rule.columns), scatter=rule.scatter, gather=rule.gather)
         return r_module
 
     @staticmethod

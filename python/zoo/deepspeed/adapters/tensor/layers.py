@@ -90,7 +90,7 @@ class TensorParallel_Layer(Layer, nn.Linear):
         return f"{super().extra_repr()}, dtype={self.weight.dtype}, ranks={self.tp_world_size}"
 
 
-class LinearLayer(TensorParallel_Layer):
+class LinearLayer(TensorParallel_Layer, Column):  # type: ignore[misc]
     """Column-parallel: each rank has some of the output features.
 
     Args:
@@ -116,7 +116,7 @@ class LinearLayer(TensorParallel_Layer):
         return Plan(name=type(self).__name__, rules=(rule,))
 
 
-class LinearAllreduce(TensorParallel_Layer):
+class LinearAllreduce(TensorParallel_Layer, Row):  # type: ignore[misc]
     """Row-parallel: each rank has some of the input features, and outputs are summed."""
 
     _way = "row"
@@ -183,13 +183,26 @@ def _at_root(rule: Rule) -> Rule:
     return Rule(module="", rows=rule.rows, columns=rule.columns, cut=rule.cut, gather=rule.gather)
 
 
-def adopt(module: nn.Module, rule: Rule, mp_group: Any, name: str) -> None:
+def adopt(
+    module: nn.Module, mp_group: Any, name: str, *, row: bool, scatter: bool = False, gather: bool = False
+) -> None:
     """Say of a linear layer that was split in place, or that is whole at degree 1, that it is one of these."""
     kind: type[TensorParallel_Layer] = LinearLayer
-    if rule.columns:
-        kind = LmHeadLinearAllreduce if rule.scatter else LinearAllreduce
+    if row:
+        kind = LmHeadLinearAllreduce if scatter else LinearAllreduce
     module.__class__ = kind
     layer: Any = module
     layer._describe(mp_group, name)
     if kind is LinearLayer:
-        layer.gather_output = rule.gather
+        layer.gather_output = gather
+
+
+def adopt_all(model: nn.Module, mp_group: Any) -> None:
+    """The same of all plain linear layers of a model that was split."""
+    for path, module in model.named_modules():
+        part = part_of(module)
+        if part is None or not isinstance(module, (Column, Row)) or isinstance(module, TensorParallel_Layer):
+            continue
+        if nn.Linear in type(module).__bases__:
+            row = isinstance(module, Row)
+            adopt(module, mp_group, path, row=row, scatter=part.scatter, gather=part.sizes is not None)
