@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from tests.tensor.models import Decoder, Shape, plan_of
 from tests.tensor.test_loss import llama, plan_of_llama
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import zoo.engine
 from zoo import sim
 from zoo.layout import split_of
 from zoo.tensor import Parts
+from zoo.tensor.config import TensorParallelConfig
+from zoo.tensor.part import TensorParallelPart
 
 SHAPE = Shape(heads=6, kv=2, inner=9, vocab=11, bias=False)
 
@@ -125,6 +128,21 @@ def test_ranks_with_different_samples_are_told_before_the_first_forward() -> Non
         engine.destroy()
 
     sim.run(4, fn, seed=0)
+
+
+def test_a_stage_of_a_pipeline_that_sees_no_samples_is_not_waited_for() -> None:
+    def fn(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3, 1, 2), mesh_dim_names=("pipe", "data", "tensor"))
+        part = TensorParallelPart(TensorParallelConfig(autotp_size=2, plan=plan_of(SHAPE).as_data()))
+        part.prepare(Model(SHAPE), mesh)
+        first, *_, last = batches(0)
+        if rank // 2 == 0:  # of the first stage
+            with pytest.raises(ValueError, match="rank 1 got other samples than rank 0"):
+                part.on_batch((first if rank else last,), {}, None)
+        elif rank // 2 == 2:
+            part.on_batch((last,), {}, None)
+
+    sim.run(6, fn, seed=0)
 
 
 def test_every_key_of_the_section_does_what_it_says() -> None:

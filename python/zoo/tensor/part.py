@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import zlib
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zoo.comm import Communicator
+from zoo.config.mesh import LAYER_AXES
 from zoo.parts import Environment
 from zoo.tensor.adapters import base_of, with_adapters
 from zoo.tensor.agreement import all_or_none
@@ -41,8 +41,8 @@ class TensorParallelPart:
     def __init__(self, section: TensorParallelConfig, environment: Environment | None = None) -> None:
         self.section = section
         self.plan = None if section.plan is None else Plan.of_data(section.plan)
-        self._unseen: Any = None
-        """The mesh, until its ranks have compared a batch."""
+        self._unseen: tuple[Any, Communicator] | None = None
+        """The mesh and the ranks with these layers, until they have compared a batch."""
 
     before = ("compression_training", "quantize_training", "data_efficiency", "progressive_layer_drop")
     """Parts that give modules another forward, which a split one would not call."""
@@ -63,7 +63,7 @@ class TensorParallelPart:
         if degree == 1:
             return
         if any(part_of(inside) is not None for inside in module.modules()):
-            self._unseen = mesh
+            self._unseen = mesh, _with_these_layers(mesh)
             _log.info("the model was cut before it came here; the section's plan is not used")
             return
         comm, grain, sequence = Communicator.of_axes(mesh, [AXIS]), self.section.tp.tp_grain_size, self.section.sequence
@@ -79,22 +79,29 @@ class TensorParallelPart:
         split(module, self.plan, mesh, grain=grain, sequence=sequence, overlap=self.section.tp_overlap_comm)
         if self.section.vocab_parallel_lm_head:
             in_parts(module)
-        self._unseen = mesh
+        self._unseen = mesh, _with_these_layers(mesh)
         _log.info("cut over %d ranks by %s", degree, self.plan)
 
     def on_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-        """The arguments as they are. The first time, a collective of the mesh.
+        """The arguments as they are. The first time, a collective of all ranks with these layers: those of a pipeline's
+        other stages may see no samples.
 
         Raises:
-            ValueError: ranks of the axis, here or elsewhere, have different tensors in them.
+            ValueError: ranks of the axis, here or of other samples, have different tensors in them.
         """
         if self._unseen is not None:
             mine = [digest(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            _compare(self._unseen, mine)
-            self._unseen = None
+            _compare(*self._unseen, mine)
+            self.close()
         return args, kwargs
+
+    def close(self) -> None:
+        """The group is given back that compares the first batch."""
+        if self._unseen is not None:
+            self._unseen[1].close()
+            self._unseen = None
 
     def _plan_of(self, module: nn.Module) -> Plan:
         """What the section says of it; else the model itself, its family, or the styles that it ships."""
@@ -116,11 +123,17 @@ def digest(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(bits.numpy().tobytes())
 
 
-def _compare(mesh: Any, mine: list[tuple[Any, ...]]) -> None:
-    with contextlib.closing(Communicator.of_axes(mesh, mesh.mesh_dim_names)) as comm:
-        theirs = dict(zip(comm.ranks, comm.all_gather_object(mine), strict=True))
+def _with_these_layers(mesh: Any) -> Communicator:
+    """Those of this rank's stage. Collective over the mesh."""
+    return Communicator.of_axes(mesh, [axis for axis in mesh.mesh_dim_names if axis not in LAYER_AXES])
+
+
+def _compare(mesh: Any, comm: Communicator, mine: list[tuple[Any, ...]]) -> None:
+    theirs = dict(zip(comm.ranks, comm.all_gather_object(mine), strict=True))
     axis = mesh.mesh_dim_names.index(AXIS)
     for ranks in mesh.mesh.movedim(axis, -1).flatten(0, -2).tolist():
+        if ranks[0] not in theirs:
+            continue
         others = [rank for rank in ranks if theirs[rank] != theirs[ranks[0]]]
         if others:
             same = [rank for rank in ranks if rank not in others]
