@@ -85,6 +85,24 @@ def test_layers_that_transformers_computes_again_have_their_tokens(name: str, re
     sim.run(2, fn, seed=0)
 
 
+def test_hooks_for_a_backward_see_one_gradient_of_what_a_block_gathers() -> None:
+    """They give modules views of what these get."""
+    whole = hub.model_of("llama")
+    expected = trained(whole, between=False)
+
+    def fn(rank: int) -> None:
+        model, comm, seen = hub.model_of("llama"), Communicator(), []
+        split(model, plan_of_model(model), comm, sequence=True)
+        for module in model.modules():
+            module.register_full_backward_hook(lambda *_: seen.append(1))
+        trained(model, between=False)
+        assert seen
+        for path, grad in whole_gradients(model, comm).items():
+            torch.testing.assert_close(grad, expected[path], rtol=1e-6, atol=1e-8, msg=path)
+
+    sim.run(2, fn, seed=0)
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

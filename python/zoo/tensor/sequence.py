@@ -157,7 +157,7 @@ class SequenceRegion(Region):
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         if self.tokens is None:
             return super().enter(x)
-        if x is not self._gathered:
+        if not _same_memory(x, self._gathered):
             raise ValueError(
                 "sequence parallelism with a block that computes something before its matrices, or has a second input: "
                 "its gradient would be summed twice. Leave sequence=True out."
@@ -174,6 +174,13 @@ class SequenceRegion(Region):
         self.rest()
         found: torch.Tensor = _Moved.apply(x, self.tokens.scatter, self.tokens.gather)
         return found
+
+
+def _same_memory(x: torch.Tensor, gathered: torch.Tensor | None) -> bool:
+    """Hooks of modules for their backward give them views of what they get."""
+    return x is gathered or (
+        gathered is not None and x.numel() == gathered.numel() and x.data_ptr() == gathered.data_ptr() != 0
+    )
 
 
 class TokenLayer(Layer):
