@@ -8,7 +8,8 @@
 
 A Llama of SmolLM2-135M's shape (30 layers of 576, a tied head over 49,152 words) with its 9 heads and 3 of keys and
 values, and with 8 and 4, which other libraries can split. fp32, random values, one thread a rank, two ranks over gloo.
-Training: forward, backward and AdamW of 2 sequences of 128; a token: one more of a sequence with a cache. Contenders
+Training: forward, backward and AdamW of 2 sequences of 128; a token: one more of a sequence with a cache. zoo: with
+torch's AdamW, as the model that is not split; zoo_stage0 and zoo_stage3: under zoo's ZeRO optimizer. Contenders
 run in turns, in fresh processes; a figure is the median over turns of the median over steps, and a ratio the median
 over turns of ratios within a turn.
 """
@@ -31,7 +32,7 @@ SMOLLM2 = {
 EVEN = {**SMOLLM2, "num_attention_heads": 8, "num_key_value_heads": 4}
 SHAPES = {"9 / 3 heads": SMOLLM2, "8 / 4 heads": EVEN}
 CONTENDERS = {
-    "train": ("whole", "zoo", "zoo_stage3", "zoo_sequence", "transformers", "dtensor"),
+    "train": ("whole", "zoo", "zoo_sequence", "zoo_stage0", "zoo_stage3", "transformers", "dtensor"),
     "token": ("whole", "zoo", "transformers", "dtensor"),
 }
 WORKER, RESULTS = "benchmarks.tensor.worker", Path(__file__).with_name("RESULTS.md")

@@ -38,17 +38,21 @@ def built(spec: dict[str, Any]) -> tuple[Any, Any]:
     if contender == "whole":
         return model, torch.optim.AdamW(model.parameters(), **adamw) if trains else None
     if contender.startswith("zoo"):
-        from zoo.tensor import in_parts, plan_of, split
-        from zoo.zero import ZeroOptimizer
+        from zoo.tensor import in_parts, plan_of, split, sum_gradients
 
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
         split(model, plan_of(model), mesh, training=trains, sequence=contender == "zoo_sequence")
         if not trains:
             return model, None
         in_parts(model)
-        stage = 3 if contender == "zoo_stage3" else 0
+        if "stage" not in contender:
+            optimizer = torch.optim.AdamW(model.parameters(), **adamw)
+            optimizer.register_step_pre_hook(lambda *_: sum_gradients(model))
+            return model, optimizer
+        from zoo.zero import ZeroOptimizer
+
         return model, ZeroOptimizer(
-            model, stage=stage, optimizer=torch.optim.AdamW, mesh=mesh, data_axes=["data"], **adamw
+            model, stage=int(contender[-1]), optimizer=torch.optim.AdamW, mesh=mesh, data_axes=["data"], **adamw
         )
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -18,7 +18,6 @@ from zoo.tensor.agreement import all_or_none
 from zoo.tensor.config import TensorParallelConfig
 from zoo.tensor.huggingface import plan_of
 from zoo.tensor.injection import plan_of_injection_policy
-from zoo.tensor.layers import part_of
 from zoo.tensor.loss import in_parts
 from zoo.tensor.patterns import plan_of_partition_config
 from zoo.tensor.plans import AXIS, Plan
@@ -28,6 +27,15 @@ from zoo.tensor.splitting import split
 __all__ = ["TensorParallelPart"]
 
 _log = logging.getLogger("zoo.tensor")
+
+
+_CARRIED_OUT = "_zoo_tensor_parallel_is_carried_out"
+
+
+def carried_out(module: nn.Module) -> None:
+    """Say that the section was carried out already for all of ``module``: of stages of a pipeline, before they were
+    traced."""
+    module.__dict__[_CARRIED_OUT] = True
 
 
 class TensorParallelPart:
@@ -48,7 +56,7 @@ class TensorParallelPart:
     """Parts that give modules another forward, which a split one would not call."""
 
     def prepare(self, module: nn.Module, mesh: Any) -> None:
-        """Leave this rank's part of ``module``, in place; a model that was cut before stays. Collective over the axis.
+        """Leave this rank's part of ``module``, in place; see :func:`carried_out`. Collective over the axis.
 
         Raises:
             ValueError: there is no such axis, its size is another one, or the plan does not fit the model.
@@ -62,9 +70,8 @@ class TensorParallelPart:
             )
         if degree == 1:
             return
-        if any(part_of(inside) is not None for inside in module.modules()):
+        if module.__dict__.get(_CARRIED_OUT):
             self._unseen = mesh, _with_these_layers(mesh)
-            _log.info("the model was cut before it came here; the section's plan is not used")
             return
         comm, grain, sequence = Communicator.of_axes(mesh, [AXIS]), self.section.tp.tp_grain_size, self.section.sequence
 

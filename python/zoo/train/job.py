@@ -405,11 +405,17 @@ def in_stages(
     micro = min(config.train_micro_batch_size_per_gpu, len(data))  # type: ignore[arg-type]
     example = default_collate([data[i] for i in range(micro)])
     topology = ProcessTopology(axes=list(sizes), dims=list(sizes.values()))
-    if sizes.get("tensor", 1) > 1:
+    tensor = sizes.get("tensor", 1) > 1
+    if tensor:
         in_parts(model, config, sizes)
     if isinstance(example, list):
         example = tuple(example)
-    return split(model, example=example, topology=topology, **more), stages
+    found = split(model, example=example, topology=topology, **more)
+    if tensor:
+        from zoo.tensor.part import carried_out
+
+        carried_out(found)
+    return found, stages
 
 
 def stream_of(rank: int, mesh: Any) -> int:
@@ -432,7 +438,7 @@ def seed_generators(seed: int) -> None:
 
 def in_parts(model: nn.Module, config: Config, sizes: Mapping[str, int]) -> None:
     """Cut the model over the axis "tensor", as its section says, before it is traced into stages: stages do not know
-    whose layers they have. The engine then finds it cut."""
+    whose layers they have."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from zoo.tensor.part import TensorParallelPart
