@@ -143,6 +143,9 @@ def test_what_does_not_fit_is_told() -> None:
         (Rule(module="*", inside=(("up", 1, "(head kv) dim"), ("down", 2, "head dim")), cut="head"),),
     )
     told(nn.Sequential(shared), many, "which ranks may have in common, are cut in linear layers only")
+    told(Routed(), of(own=(("sinks", 0, "head"),), cut="head"), "has the parameters up, down, .* names sinks")
+    with pytest.raises(ValueError, match="cut \\(and once\\)"):
+        Rule(module="experts", rows="inner", cut="inner", once=("bias",))
     missing = Plan("x", (("key", 2),), (Rule(module="first", outputs="(latent key)", cut="key"),))
     told(Latent(), missing, "no size for 'latent'")
     with pytest.raises(ValueError, match="outputs and cut, or partial alone"):
@@ -150,7 +153,11 @@ def test_what_does_not_fit_is_told() -> None:
 
 
 def test_such_rules_go_out_as_data_and_come_back() -> None:
-    for plan in (PLAN, LATENT):
+    more = Rule(module="experts", inside=INSIDE, once=("bias",), cut="inner")
+    own = Rule(module="attention", own=(("sinks", 0, "head"),), cut="head")
+    for plan in (PLAN, LATENT, Plan("x", (("head", 4),), (more, own))):
         assert Plan.of_data(json.loads(json.dumps(plan.as_data()))) == plan
     assert "experts: up dim 1 'part=2 inner', down dim -1 'inner', cut 'inner', outputs summed" in str(PLAN)
+    assert str(more).endswith("cut 'inner', outputs summed, bias once")
+    assert str(own) == "attention: sinks dim 0 'head', cut 'head'"
     assert "first: whole, of its outputs '(latent key)' gradients of 'key' are summed" in str(LATENT)

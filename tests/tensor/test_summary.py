@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.tensor import hub
 from tests.tensor.models import Decoder, Shape, plan_of
 from tests.tensor.test_loss import llama
 from tests.tensor.test_splitting import shapes, tokens
@@ -17,6 +19,7 @@ from zoo import sim
 from zoo.cli import app
 from zoo.comm import Communicator
 from zoo.layout import split_of
+from zoo.tensor import plan_of as plan_of_model
 from zoo.tensor import split, summary
 
 
@@ -47,6 +50,26 @@ def test_it_is_what_a_split_model_has_and_sends(shape: Shape, degree: int) -> No
             assert found.partial_bytes == sum(p.numel() * 8 for p in model.parameters() if split_of(p).partial)
 
     sim.run(degree, fn, seed=0)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_of_experts_it_counts_what_they_return(name: str) -> None:
+    """Their hidden features may be more than those of the model."""
+    model = hub.model_of(name, intermediate_size=120, **({"moe_intermediate_size": 100} if name != "gpt_oss" else {}))
+    ids = torch.randint(53, (1, 4), generator=torch.Generator().manual_seed(0))
+    found = summary(model, plan_of_model(model), 2)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def fn(rank: int) -> None:
+        comm = Communicator()
+        split(copies[rank], plan_of_model(model), comm)
+        comm.log.reset()
+        copies[rank](ids)
+        forward, _ = found.sent_bytes(ids.numel(), 8)
+        padded = 2 * -(-53 // 2) - 53
+        assert sum(ops.message_bytes for ops in comm.log.ops.values()) == forward + padded * ids.numel() * 8
+
+    sim.run(2, fn, seed=0)
 
 
 def test_the_command_prints_plan_bytes_and_messages(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ CORE: dict[str, dict[str, str]] = {
         "gpt2": "zoo.tensor.families.gpt2:plan",
         "gpt_neo": "zoo.tensor.families.gpt_neo:plan",
         "gpt_neox": "zoo.tensor.families.gpt_neox:plan",
+        "gpt_oss": "zoo.tensor.families.gpt_oss:plan",
         "gptj": "zoo.tensor.families.gptj:plan",
         "llama": "zoo.tensor.families.llama:plan",
         "mistral": "zoo.tensor.families.llama:plan",

@@ -34,6 +34,8 @@ class Part:
         rows: the rows of a whole weight that this rank multiplies by; None: the weight is the part.
         take: the order in which the model sees outputs, of the rows that are multiplied; None as they are.
         turned: the weight is (in, out), not (out, in).
+        features: of what a module that computes with parts of its own parameters gets and returns. once: those of its
+            parameters that the first rank alone adds.
         direct: of outputs that are whole, [start, stop) of what goes straight to heads of all ranks.
     """
 
@@ -46,6 +48,8 @@ class Part:
     sizes: tuple[int, ...] | None = None
     scatter: bool = False
     direct: Run | None = None
+    features: int = 0
+    once: tuple[str, ...] = ()
 
 
 def part_of(module: nn.Module) -> Part | None:
@@ -261,7 +265,14 @@ class Inside(Layer):
         def enter(x: Any) -> Any:
             return part.region.enter(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-        y: torch.Tensor = super().forward(*map(enter, args), **{key: enter(x) for key, x in kwargs.items()})
+        others = part.once if part.region.comm.rank else ()
+        for name in others:  # found before the parameter, for the time of the call
+            self.__dict__[name] = self._parameters[name] * 0  # type: ignore[operator]
+        try:
+            y: torch.Tensor = super().forward(*map(enter, args), **{key: enter(x) for key, x in kwargs.items()})
+        finally:
+            for name in others:
+                del self.__dict__[name]
         return part.region.leave(y)
 
 

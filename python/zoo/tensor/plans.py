@@ -31,13 +31,15 @@ class Rule:
     * ``partial``: nothing is dealt, and each rank's gradient is a summand: norms within attention.
     * of a dropout, ``columns``: it gets this rank's features; ``partial``: a whole tensor, where others are parts.
     * ``inside``: the module computes with parts of its own parameters, and its output is a sum over ranks: experts
-      whose matrices are one tensor (E, I, C).
+      whose matrices are one tensor (E, I, C). ``once`` of its parameters are whole, and the first rank alone adds them.
+    * ``own``: parameters of the module itself are dealt, and it computes with its part: a number for each head.
     * ``outputs``: nothing is dealt, and of its outputs the dim ``cut`` goes straight to the heads of every rank: the
       rotary key of latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1.3). Its gradient is summed.
 
     Attributes:
         module: the pattern. rows, columns: named dims (:mod:`zoo.tensor.dims`), one of the two, or none.
-        inside: (parameter, which dim of it, what is along that dim) for every parameter of the module.
+        inside: (parameter, which dim of it, what is along that dim) for every parameter of the module, but for those
+            named in ``once``: biases of its outputs. own: the same for some of its parameters.
         outputs: dims that lie one after the other: "(kv_lora_rank qk_rope_head_dim)".
         cut: the name of the dim that is dealt.
         gather: with ``rows``: outputs are gathered, so that each rank has all of them.
@@ -53,18 +55,30 @@ class Rule:
     partial: bool = False
     inside: tuple[tuple[str, int, str], ...] = ()
     outputs: str = ""
+    once: tuple[str, ...] = ()
+    own: tuple[tuple[str, int, str], ...] = ()
 
     def __post_init__(self) -> None:
-        ways = [bool(self.rows), bool(self.columns), self.partial, bool(self.inside), bool(self.outputs)]
-        if sum(ways) != 1 or bool(self.cut) == self.partial or (self.gather and not self.rows):
+        ways = [
+            bool(self.rows),
+            bool(self.columns),
+            self.partial,
+            bool(self.inside),
+            bool(self.outputs),
+            bool(self.own),
+        ]
+        wrong = (self.gather and not self.rows) or (self.once and not self.inside)
+        if sum(map(bool, ways)) != 1 or bool(self.cut) == self.partial or wrong:
             raise ValueError(
                 f"a rule for {self.module!r} got rows={self.rows!r}, columns={self.columns!r}, cut={self.cut!r}, "
-                f"partial={self.partial}, inside={self.inside}, outputs={self.outputs!r}, gather={self.gather}; it "
-                "takes rows and cut (and gather), or columns and cut (and scatter), inside and cut, outputs and cut, "
-                "or partial alone."
+                f"partial={self.partial}, inside={self.inside}, outputs={self.outputs!r}, own={self.own}, "
+                f"once={self.once}, gather={self.gather}; it takes rows and cut (and gather), or columns and cut (and "
+                "scatter), inside and cut (and once), own and cut, outputs and cut, or partial alone."
             )
         _ = self.within  # says what is wrong with dims of it
-        if not (self.partial or self.inside) and self.cut not in {d.name for f in self.dims.factors for d in _names(f)}:
+        if not (self.partial or self.inside or self.own) and self.cut not in {
+            d.name for f in self.dims.factors for d in _names(f)
+        }:
             raise ValueError(f"a rule for {self.module!r} cuts {self.cut!r}, and has the dims {self.dims.text!r}.")
 
     @cached_property
@@ -74,8 +88,9 @@ class Rule:
 
     @cached_property
     def within(self) -> dict[str, Rule]:
-        """Of ``inside``: by parameter, the rule for its dealt dim."""
-        return {name: Rule(module=f"{self.module}.{name}", rows=dims, cut=self.cut) for name, _, dims in self.inside}
+        """Of ``inside`` and ``own``: by parameter, the rule for its dealt dim."""
+        parameters = (*self.inside, *self.own)
+        return {name: Rule(module=f"{self.module}.{name}", rows=dims, cut=self.cut) for name, _, dims in parameters}
 
     def __str__(self) -> str:
         if self.partial:
@@ -83,8 +98,10 @@ class Rule:
         if self.outputs:
             return f"{self.module}: whole, of its outputs {self.outputs!r} gradients of {self.cut!r} are summed"
         if self.inside:
-            parts = ", ".join(f"{name} dim {dim} {dims!r}" for name, dim, dims in self.inside)
-            return f"{self.module}: {parts}, cut {self.cut!r}, outputs summed"
+            more = f", {', '.join(self.once)} once" if self.once else ""
+            return f"{self.module}: {_listed(self.inside)}, cut {self.cut!r}, outputs summed{more}"
+        if self.own:
+            return f"{self.module}: {_listed(self.own)}, cut {self.cut!r}"
         way = f"rows {self.rows!r}" if self.rows else f"columns {self.columns!r}"
         more = ", outputs gathered" if self.gather else ", of whole inputs" if self.scatter else ""
         return f"{self.module}: {way}, cut {self.cut!r}{more}"
@@ -236,6 +253,10 @@ class Plan:
         return "\n  ".join(lines)
 
 
+def _listed(parameters: Sequence[tuple[str, int, str]]) -> str:
+    return ", ".join(f"{name} dim {dim} {dims!r}" for name, dim, dims in parameters)
+
+
 def _made(kind: Any, given: Mapping[str, Any]) -> Any:
     unknown = sorted(set(given) - {f.name for f in fields(kind)})
     if unknown:
@@ -246,7 +267,11 @@ def _made(kind: Any, given: Mapping[str, Any]) -> Any:
 
 def _plain(item: Mapping[str, Any]) -> dict[str, Any]:
     """Lists of JSON as the tuples that they were."""
-    return {key: tuple(map(tuple, value)) if isinstance(value, list) else value for key, value in item.items()}
+
+    def plain(value: Any) -> Any:
+        return tuple(map(plain, value)) if isinstance(value, list) else value
+
+    return {key: plain(value) for key, value in item.items()}
 
 
 def _names(factor: Any) -> tuple[Any, ...]:

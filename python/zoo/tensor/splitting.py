@@ -267,7 +267,7 @@ def _change(
         return _Change(path, module, rule, Layer, None, tuple((p, 0, None) for p in parameters.values()))
     if rule.outputs:
         return _Change(path, module, rule, Direct, _direct(rule, plan, region), ())
-    if rule.inside:
+    if rule.inside or rule.own:
         return _inside(path, module, rule, plan, setting, region)
     turned = _is_turned(path, module)
     if "weight" not in parameters:
@@ -314,20 +314,27 @@ def _inside(
     path: str, module: nn.Module, rule: Rule, plan: Plan, setting: Setting, region: Region
 ) -> _Change:  # fmt: skip
     parameters, comm = dict(module.named_parameters(recurse=False)), setting.comm
-    if set(parameters) != set(rule.within):
+    names, missing = {*rule.within, *rule.once}, set(rule.within) - set(parameters)
+    if missing or (rule.inside and set(parameters) != names):
         raise ValueError(
-            f"{path} has the parameters {', '.join(parameters)}, and the rule for it names {', '.join(rule.within)}; "
-            "it takes all of them, since the output is a sum over ranks."
+            f"{path} has the parameters {', '.join(parameters)}, and the rule for it names {', '.join(sorted(names))}; "
+            "of a module whose output is a sum over ranks it takes all of them."
         )
     cuts = []
-    for name, dim, _ in rule.inside:
+    for name, dim, _ in (*rule.inside, *rule.own):
         parameter = parameters[name]
         dim %= parameter.ndim
         cut = plan.cut(rule.within[name], parameter.shape[dim], comm.size, comm.rank, setting.grain)
         if cut.shared or cut.take:
             raise ValueError(f"{path}.{name}: heads, which ranks may have in common, are cut in linear layers only.")
         cuts.append((parameter, dim, cut))
-    return _Change(path, module, rule, Inside, Part(region, cuts[0][2], cuts[0][1]), tuple(cuts))
+    if rule.own:
+        return _Change(path, module, rule, Layer, None, tuple(cuts))
+    first, dim, cut = cuts[0]
+    features = first.shape[-2] if dim == first.ndim - 1 else first.shape[-1]
+    whole = tuple((parameters[name], 0, None) for name in rule.once)
+    part = Part(region, cut, dim, features=features, once=rule.once)
+    return _Change(path, module, rule, Inside, part, (*cuts, *whole))
 
 
 def _direct(rule: Rule, plan: Plan, region: Region) -> Part:

@@ -81,9 +81,8 @@ def summary(model: nn.Module, plan: Plan, degree: int, *, training: bool = True,
             blocks[path if ".lora_B." in path else block or path] = _features(module, 0 if part.turned else 1)
             gathered += sum(part.sizes or ())
         elif isinstance(module, Inside):
-            features = max(p.shape[-1] for p in module.parameters())
-            forward[features] = forward.get(features, 0) + 1
-            blocks[path] = features
+            forward[part.features] = forward.get(part.features, 0) + 1
+            blocks[path] = part.features
     for features in blocks.values():
         backward[features] = backward.get(features, 0) + 1
     partial = sum(_bytes(p) for p in ranks[0].parameters() if split_of(p).partial)
