@@ -9,7 +9,8 @@
 A Llama of SmolLM2-135M's shape (30 layers of 576, a tied head over 49,152 words) with its 9 heads and 3 of keys and
 values, and with 8 and 4, which other libraries can split. fp32, random values, one thread a rank, two ranks over gloo.
 Training: forward, backward and AdamW of 2 sequences of 128; a token: one more of a sequence with a cache. zoo: with
-torch's AdamW, as the model that is not split; zoo_stage0 and zoo_stage3: under zoo's ZeRO optimizer. Contenders
+torch's AdamW, as the model that is not split; zoo_stage0 and zoo_stage3: under zoo's ZeRO optimizer; dtensor: torch's
+own plans; deepspeed: AutoTP, where it is installed. Contenders
 run in turns, in fresh processes; a figure is the median over turns of the median over steps, and a ratio the median
 over turns of ratios within a turn.
 """
@@ -32,8 +33,8 @@ SMOLLM2 = {
 EVEN = {**SMOLLM2, "num_attention_heads": 8, "num_key_value_heads": 4}
 SHAPES = {"9 / 3 heads": SMOLLM2, "8 / 4 heads": EVEN}
 CONTENDERS = {
-    "train": ("whole", "zoo", "zoo_sequence", "zoo_stage0", "zoo_stage3", "transformers", "dtensor"),
-    "token": ("whole", "zoo", "transformers", "dtensor"),
+    "train": ("whole", "zoo", "zoo_sequence", "zoo_stage0", "zoo_stage3", "transformers", "dtensor", "deepspeed"),
+    "token": ("whole", "zoo", "transformers", "dtensor", "deepspeed"),
 }
 WORKER, RESULTS = "benchmarks.tensor.worker", Path(__file__).with_name("RESULTS.md")
 
@@ -70,6 +71,7 @@ def turn(what: str, shape: dict[str, int], folder: Path, steps: int) -> dict[str
             found[contender] = error.last[:120]
             continue
         found[contender] = {key: max(rank[key] for rank in ranks) for key in ("cpu_s", "wall_s")}
+        found[contender]["alike"] = all(rank["value"] == ranks[0]["value"] for rank in ranks)
     return found
 
 
@@ -83,7 +85,8 @@ def rows_of(turns: list[dict[str, Any]]) -> list[list[str]]:
             continue
         cpu = statistics.median(found["cpu_s"] for found, _ in mine)
         ratios = [statistics.median(found[key] / whole[key] for found, whole in mine) for key in ("cpu_s", "wall_s")]
-        rows.append([contender, f"{cpu * 1e3:.1f}", *(f"{ratio:.2f}" for ratio in ratios)])
+        differ = "" if all(found["alike"] for found, _ in mine) else " (ranks have other results)"
+        rows.append([contender + differ, f"{cpu * 1e3:.1f}", *(f"{ratio:.2f}" for ratio in ratios)])
     return rows
 
 

@@ -54,6 +54,17 @@ def built(spec: dict[str, Any]) -> tuple[Any, Any]:
         return model, ZeroOptimizer(
             model, stage=int(contender[-1]), optimizer=torch.optim.AdamW, mesh=mesh, data_axes=["data"], **adamw
         )
+    if contender == "deepspeed":
+        from benchmarks.zero.contenders import import_deepspeed
+
+        deepspeed = import_deepspeed()
+        config = {
+            "train_micro_batch_size_per_gpu": BATCH, "tensor_parallel": {"autotp_size": 2}, "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": 0},
+        }  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), **adamw) if trains else None
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        return engine, engine if trains else None
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -81,6 +92,10 @@ def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
 
         def once() -> float:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            if model is optimizer:  # DeepSpeed's engine
+                model.backward(loss)
+                model.step()
+                return float(loss.detach())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
