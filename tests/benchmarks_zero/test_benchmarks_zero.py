@@ -142,10 +142,13 @@ def test_memory_of_all_ranks_is_sampled_until_they_end() -> None:
     pytest.importorskip("transformers")
     most, points = memory.run("zoo3", mapped=True, quick=True)
     assert [point["point"] for point in points[0]][-2:] == [f"{name} {memory.STEPS - 1}" for name in ("step", "end")]
-    assert most > 2 * 10**8  # torch alone
-    assert all(0 < point["pss"] < most for rank in points for point in rank)
-    after = points[1][-1]
-    assert "gradients" not in after, "a step leaves none"
-    # Parameters as small as these are whole on each rank; it keeps two moments of half of them.
-    assert after["optimizer"] == pytest.approx(after["parameters"], rel=0.01)
+    with_files, without = most
+    assert with_files > without > 10**8  # torch alone
+    for rank in points:
+        assert all(point["file"] > 0 and point["shmem"] >= 0 for point in rank)
+        assert [point["cpu_s"] for point in rank] == sorted(point["cpu_s"] for point in rank)
+        forecasts = {point["forecast"] for point in rank}
+        assert len(forecasts) == 1
+        # Of a model this small a rank's states are 394 KB, of which a part lay in memory that was there before.
+        assert 0 < rank[-1]["anon"] + rank[-1]["shmem"] < 10 * forecasts.pop()
     assert "zoo3" in memory.page("zoo3")
