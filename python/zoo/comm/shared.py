@@ -75,8 +75,8 @@ class _Arrival:
 class SharedTransport(PairwiseTransport):
     """Collectives of the ranks of one host through shared memory. Made by :func:`share`.
 
-    The sums are bitwise those of the pairwise transport. ``wait_s``: so long a rank waits for one that has not read
-    what was sent too many collectives ago.
+    Sums are bitwise those of the pairwise transport, and all-reduces too are done in rank order. ``wait_s``: so long a
+    rank waits for one that has not read what was sent too many collectives ago.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from zoo.tensor.plans import Count, Plan, Rule
+from zoo.tensor.plans import Count, Plan, Rule, wildcards
 from zoo.tensor.proof import doubled, prove_run
 
 _MOST_FEATURES = 4096
@@ -150,7 +150,7 @@ class _Guess:
         firsts: dict[str, _Called] = {}
         for path, one in self._called.items():
             if _is_linear(one.module):
-                firsts.setdefault(_wildcards(path), one)
+                firsts.setdefault(wildcards(path), one)
         words = self._vocabulary()
         taken = {rule.module for rule in words}
         for one in firsts.values():
@@ -241,7 +241,7 @@ class _Guess:
         for name, value in vars(module).items():
             dims = _counted(name, value, pair)
             if dims is not None:
-                yield Count(module=_wildcards(path), attribute=name, dims=dims)
+                yield Count(module=wildcards(path), attribute=name, dims=dims)
 
     def uncertain(self) -> dict[str, tuple[Count, ...]]:
         """What may count heads as well: numbers of all their features, and those of a configuration that is kept."""
@@ -252,10 +252,10 @@ class _Guess:
                 continue
             for name, value in vars(module).items():
                 if type(value) is int and value == pair.heads * pair.dim:
-                    found["wide"][Count(module=_wildcards(path), attribute=name, dims="head dim")] = None
+                    found["wide"][Count(module=wildcards(path), attribute=name, dims="head dim")] = None
             for name, value in vars(vars(module).get("config", object)).items():
                 if (dims := _counted(name, value, pair)) is not None:
-                    found["config"][Count(module=_wildcards(path), attribute=f"config.{name}", dims=dims)] = None
+                    found["config"][Count(module=wildcards(path), attribute=f"config.{name}", dims=dims)] = None
         return {kind: tuple(counts) for kind, counts in found.items()}
 
     def _around(self, pair: _Pair) -> tuple[str, nn.Module]:
@@ -348,10 +348,10 @@ def _rules(pair: _Pair) -> Iterable[Rule]:
     name = "head" if pair.dim > 1 else "inner"
     for path, dims in pair.before:
         cut = "kv" if dims.startswith("kv") else name
-        yield Rule(module=_wildcards(path), rows=dims, cut=cut)
+        yield Rule(module=wildcards(path), rows=dims, cut=cut)
     for path in pair.norms:
-        yield Rule(module=_wildcards(path), partial=True)
-    yield Rule(module=_wildcards(pair.after), columns=f"{name} dim" if pair.dim > 1 else name, cut=name)
+        yield Rule(module=wildcards(path), partial=True)
+    yield Rule(module=wildcards(pair.after), columns=f"{name} dim" if pair.dim > 1 else name, cut=name)
 
 
 def _counted(name: str, value: Any, pair: _Pair) -> str | None:
@@ -365,7 +365,3 @@ def _counted(name: str, value: Any, pair: _Pair) -> str | None:
     }
     found = (dims for dims, (parts, number) in words.items() if value == number and any(part in name for part in parts))
     return next(found, None)
-
-
-def _wildcards(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))

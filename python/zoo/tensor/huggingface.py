@@ -16,7 +16,7 @@ from torch import nn
 
 from zoo import registry
 from zoo.tensor.adapters import base_of, with_adapters
-from zoo.tensor.plans import Count, Plan, Rule, matches
+from zoo.tensor.plans import Count, Plan, Rule, matches, wildcards
 
 KIND = "tensor_family"
 """Of the registry: ``model_type`` → ``plan(config)``."""
@@ -265,8 +265,3 @@ def _any(pattern: str, paths: Iterable[str]) -> bool:
 
 def _is_parameter(path: str, model: nn.Module) -> bool:
     return any(matches(path, name) for name, _ in model.named_parameters())
-
-
-def wildcards(path: str) -> str:
-    """Numbers of layers as ``*``."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))

@@ -299,3 +299,8 @@ def _pattern(text: str) -> re.Pattern[str]:
 def matches(pattern: str, path: str) -> bool:
     """Whether ``path`` is one of the modules that ``pattern`` names."""
     return _pattern(pattern).fullmatch(path) is not None
+
+
+def wildcards(path: str) -> str:
+    """The pattern of the modules that are at ``path`` in any layer: numbers as ``*``."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))

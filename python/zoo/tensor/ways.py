@@ -21,8 +21,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from zoo.tensor.huggingface import KEYS, QUERIES, plan_of, wildcards
-from zoo.tensor.plans import Count, Plan, Rule, matches
+from zoo.tensor.huggingface import KEYS, QUERIES, plan_of
+from zoo.tensor.plans import Count, Plan, Rule, matches, wildcards
 from zoo.tensor.shares import HEAD, KV, QUERY
 
 FUSED = frozenset({"attn_qkv", "c_attn", "qkv", "qkv_proj", "query_key_value", "w_pack", "wqkv"})

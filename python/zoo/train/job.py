@@ -8,7 +8,7 @@ import math
 import platform
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from zoo.comm.failures import together
 from zoo.config import Config
 from zoo.engine import Engine, initialize
 from zoo.engine.batches import evaluating
+from zoo.engine.building import build_mesh
 from zoo.engine.checkpoint.saving import save_model
 from zoo.parts import StepRecord
 from zoo.registry import DEFAULT, Registry
@@ -407,7 +408,7 @@ def in_stages(
     topology = ProcessTopology(axes=list(sizes), dims=list(sizes.values()))
     tensor = sizes.get("tensor", 1) > 1
     if tensor:
-        in_parts(model, config, sizes)
+        in_parts(model, config)
     if isinstance(example, list):
         example = tuple(example)
     found = split(model, example=example, topology=topology, **more)
@@ -436,14 +437,12 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def in_parts(model: nn.Module, config: Config, sizes: Mapping[str, int]) -> None:
+def in_parts(model: nn.Module, config: Config) -> None:
     """Cut the model over the axis "tensor", as its section says, before it is traced into stages: stages do not know
     whose layers they have."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     from zoo.tensor.part import TensorParallelPart
 
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = build_mesh(config, None, next(model.parameters()).device)
     TensorParallelPart(config.tensor_parallel).prepare(model, mesh)
 
 
