@@ -8,15 +8,18 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 _PATIENCE_S = 5.0
+_THREADS = Path("/proc/self/task")
 _leaves = False
 HALF_AN_HOUR = timedelta(minutes=30)
 PORT = 29500
@@ -218,13 +221,52 @@ def leave_at_exit() -> None:
 
 
 def _leave() -> None:
-    """End gloo's threads before Python ends. One that lets go of the last tensor of a collective while Python is ending
-    aborts the process, after all is done (6 of 150 processes that ended right after one did). What waits for ranks that
-    do not come is left as it is after some seconds, and a program that has failed does not wait at all."""
+    """Destroy all groups, then wait until the threads of gloo that are left sleep.
+
+    A thread of gloo lets go of a collective's tensors after it has told that the collective is done. Where Python is
+    ending by then, freeing the last reference aborts the process, after all its work (6 of 150 processes that ended
+    right after a collective). ``destroy_process_group()`` ends no thread of a group that something still refers to: a
+    subgroup in a module, a default argument in ``torch.distributed.nn``. What waits for ranks that do not come is left
+    as it is after some seconds, and a program that has failed does not wait at all.
+    """
     if dist.is_initialized() and getattr(sys, "last_type", None) is None:
         ending = threading.Thread(target=dist.destroy_process_group, name="zoo-leave", daemon=True)
         ending.start()
         ending.join(_PATIENCE_S)
+        wait_until_asleep(_PATIENCE_S)
+
+
+def wait_until_asleep(patience_s: float, prefix: str = "pt_gloo") -> bool:
+    """Wait until no thread whose name begins with ``prefix`` has anything left to do: it slept at two looks, and was
+    not woken between them. Such a thread waits for a collective, or in one; not for Python's lock, which nobody holds
+    between the looks. False after ``patience_s`` seconds; True at once where the system does not list threads.
+    """
+    until, before = time.monotonic() + patience_s, None
+    while (now := _threads(prefix)) is not None and now:
+        if now == before and all(state == "S" for state, _ in now.values()):
+            break
+        if time.monotonic() > until:
+            return False
+        before = now
+        time.sleep(0.001)
+    return True
+
+
+def _threads(prefix: str) -> dict[str, tuple[str, str]] | None:
+    """State ("S": it sleeps) and number of switches of each thread; None where the system does not tell."""
+    found = {}
+    try:
+        for folder in _THREADS.iterdir():
+            try:
+                lines = (folder / "status").read_text().splitlines()
+            except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                continue
+            said = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+            if said["Name"].startswith(prefix):
+                found[folder.name] = (said["State"][:1], said.get("voluntary_ctxt_switches", ""))
+    except (OSError, KeyError):
+        return None
+    return found
 
 
 def speak_as_torchrun(port: int = PORT) -> None:
