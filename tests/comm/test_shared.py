@@ -383,6 +383,7 @@ comm = Communicator()
 assert comm.share_memory()
 if how == "silent":
     comm._transport._post._timeout_s = 2.0
+    comm._transport._small.wait_s = 2.0
 full = torch.empty(200_000)
 comm.all_gather(full, torch.full((100_000,), float(rank))).wait()
 assert full[::100_000].tolist() == [0.0, 1.0]
@@ -397,6 +398,7 @@ if rank == 1:
         time.sleep(0.05)
     os._exit(0)
 handles = [comm.reduce_scatter(torch.ones(200_000), torch.empty(100_000)) for _ in range(2)]
+handles.append(comm.all_reduce(torch.ones(10)))
 begin = time.monotonic()
 for handle in [*handles, *handles]:
     try:

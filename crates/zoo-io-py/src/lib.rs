@@ -5,6 +5,7 @@ mod engine;
 mod errors;
 mod memory;
 mod owner;
+mod sums;
 
 /// The module `zoo.io._native`.
 #[pyo3::pymodule]
@@ -16,6 +17,8 @@ mod _native {
     use crate::engine::{Bell, Engine, File, Registration, Ticket};
     #[pymodule_export]
     use crate::memory::{Ledger, Pool, cuda_problem};
+    #[pymodule_export]
+    use crate::sums::SmallSums;
 
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
@@ -34,6 +37,12 @@ mod _native {
             (parts.middle.start, parts.middle.end),
             (parts.tail.start, parts.tail.end),
         ))
+    }
+
+    /// Bytes of an area of shared memory for the small sums of a group, and of the largest of its tensors.
+    #[pyfunction]
+    fn small_sums_bytes(size: usize) -> (usize, usize) {
+        (zoo_io::small_sums::area_bytes(size), zoo_io::small_sums::SLOT_BYTES)
     }
 
     /// CRC-32C of the `num_bytes` bytes at `address`, which the caller keeps alive.

@@ -4,6 +4,8 @@
 //! keeps its queue full. An operation ([`Request`]) moves one buffer from or to a range of a file or of several striped
 //! ones ([`Target`]); it is cut into blocks ([`plan`]) that travel past the page cache in place, past it by way of a
 //! bounce buffer, or through it; bytes in the memory of a GPU by GPUDirect Storage. The buffer belongs to the operation until it is over and always comes back.
+//!
+//! [`small_sums`] are all-reduces of processes that share memory.
 #![deny(unsafe_op_in_unsafe_fn)]
 
 pub mod align;
@@ -24,6 +26,7 @@ mod op;
 pub mod plan;
 mod process;
 mod queue;
+pub mod small_sums;
 mod sync;
 mod sys;
 

@@ -6,7 +6,8 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
+use std::time::Duration;
 
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
@@ -43,6 +44,22 @@ fn clear_nonblocking(fd: &OwnedFd) -> io::Result<()> {
         check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK) })?;
     }
     Ok(())
+}
+
+/// Sleep while `word` has the value `seen`, at most `patience`; it may return early. Processes share the word.
+pub fn futex_wait(word: &AtomicU32, seen: u32, patience: Duration) {
+    let time = libc::timespec {
+        tv_sec: libc::time_t::try_from(patience.as_secs()).unwrap_or(libc::time_t::MAX),
+        tv_nsec: patience.subsec_nanos().into(),
+    };
+    // SAFETY: the kernel reads the word and the time, which live as long as the call.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, seen, &raw const time) };
+}
+
+/// Wake everybody who sleeps on `word`, in whatever process.
+pub fn futex_wake_all(word: &AtomicU32) {
+    // SAFETY: only the address is used.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
 /// Positional read into raw memory.

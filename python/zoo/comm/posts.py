@@ -147,10 +147,28 @@ class Inbox:
                     if key not in self._here and not self.read():
                         self._poll.poll(1e3 * min(left, _SLICE_S))
             except ConnectionError:
-                until = min(deadline, time.monotonic() + _REPORT_S)
-                while not reported() and time.monotonic() < until:
-                    time.sleep(0.05)
+                _wait_for_reports(deadline)
                 raise
+
+    def look(self) -> None:
+        """Take in what is there.
+
+        Raises:
+            ConnectionError: the peer is gone.
+        """
+        try:
+            with self._lock:
+                self.read()
+        except ConnectionError:
+            _wait_for_reports(time.monotonic() + _REPORT_S)
+            raise
+
+
+def _wait_for_reports(deadline: float) -> None:
+    """A rank that closed its pipe may be about to say why it leaves."""
+    until = min(deadline, time.monotonic() + _REPORT_S)
+    while not reported() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 class PipePost:
@@ -190,6 +208,11 @@ class PipePost:
     def forget(self, key: Key, peer: int) -> None:
         """See :class:`Post`."""
         self._inboxes[peer].forget(key)
+
+    def look(self, peers: Sequence[int]) -> None:
+        """See :meth:`Inbox.look`."""
+        for peer in peers:
+            self._inboxes[peer].look()
 
     def close(self) -> None:
         """Close this rank's ends of its peers' pipes."""

@@ -5,6 +5,7 @@ limit but the memory of the host. Other processes of the same user open it throu
 
     nonce        16 bytes, by which a peer sees that it opened the right file
     words        of each rank of the group, _NUM_WORDS 8-byte words: what this rank has read of that rank's blocks
+    area         of small sums (small_sums.py)
     blocks       from a page boundary on, each at a multiple of 64 bytes
 
 A rank writes to no segment but its own. The file only grows, and is sealed against shrinking: whatever a peer has found
@@ -26,6 +27,8 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+
+from zoo.io import _native
 
 _NAME = "zoo"
 _NONCE_BYTES = 16
@@ -58,8 +61,12 @@ def _fence() -> None:
         pass
 
 
-def _begin_of_blocks(size: int) -> int:
+def _begin_of_area(size: int) -> int:
     return -(-(_WORDS_AT + 8 * _NUM_WORDS * size) // _PAGE) * _PAGE
+
+
+def _begin_of_blocks(size: int) -> int:
+    return _begin_of_area(size) + -(-_native.small_sums_bytes(size)[0] // _PAGE) * _PAGE
 
 
 def host_token() -> int:
@@ -86,6 +93,7 @@ class _Mapped:
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
+        self._area = _begin_of_area(size)
         self._begin = _begin_of_blocks(size)
         self._map()
         head = self._bytes[_WORDS_AT : _WORDS_AT + 8 * _NUM_WORDS * size]
@@ -114,6 +122,10 @@ class _Mapped:
                 f"a block of {num_bytes} bytes at {low} is not in the shared memory of {self._num_bytes} bytes."
             )
         return self._bytes.narrow(0, low, num_bytes).view(dtype)
+
+    def area(self) -> torch.Tensor:
+        """The bytes of small sums."""
+        return self._bytes[self._area : self._begin]
 
     def has_read(self, rank: int, number: int) -> bool:
         """Whether the owner of this segment has read block ``number`` of ``rank``, or never will."""

@@ -7,7 +7,7 @@ the owner looks before it needs room. So issuing never waits, and the room neede
 
 A header has the tag that messages of :class:`~zoo.comm.transport.PairwiseTransport` would have: of ranks that make two
 collectives in different order each waits for the other, up to the timeout. Tensors that are not on the CPU travel as
-there altogether.
+there altogether. All-reduces of some kilobytes go without headers (``small_sums.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from zoo.comm.groups import timeout_of
 from zoo.comm.handles import Pending
 from zoo.comm.posts import GroupPost, Inbox, Key, PipePost, Post, open_pipe
 from zoo.comm.segments import OwnSegment, PeerSegment, host_token
+from zoo.comm.small_sums import SmallSums
 from zoo.comm.transport import PairwiseTransport, Transport, add_in_rank_order, combine_in_rank_order
 
 _DEFAULT_TIMEOUT_S = 1800.0
@@ -80,13 +81,15 @@ class SharedTransport(PairwiseTransport):
     """
 
     def __init__(
-        self, group: Any, segment: OwnSegment, others: dict[int, PeerSegment], post: Post, *, wait_s: float
-    ) -> None:
+        self, group: Any, segment: OwnSegment, others: dict[int, PeerSegment], post: Post, *, wait_s: float,
+        small: SmallSums | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(group)
         self._wait_s = wait_s
         self._segment, self._others, self._post = segment, others, post
         self._next = 0  # number of the next block, the same on all ranks
         self._readers = [others[peer] for peer in self._peers]
+        self._small = small
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str = "") -> Pending:
         """See :class:`~zoo.comm.transport.Transport`."""
@@ -143,6 +146,8 @@ class SharedTransport(PairwiseTransport):
         if not tensor.nbytes or not tensor.is_cpu or tensor.dtype not in _REAL or much:
             return super().all_reduce(tensor, op)
         own = tensor.data.view(-1)
+        if self._small is not None and self._small.takes(own):
+            return Pending([self._small.begin(self._tag(op, own, "small"), own, op)], None, self._peer_ranks)
         block, low, reading = self._lend(f"all_reduce {op}", own, "", own.nbytes)
         block.copy_(own)
         waits, works = self._post.exchange(reading.key, low, own.nbytes)
@@ -257,7 +262,10 @@ def make_shared(transport: PairwiseTransport) -> PairwiseTransport:
     simulated = hasattr(transport._group, "zoo_transport")
     post = GroupPost(transport._group, transport._peers) if simulated else pipes
     # Where simulated ranks take turns, one that waits here would wait for ever.
-    return SharedTransport(transport._group, segment, others, post, wait_s=0.0 if simulated else wait_s)
+    if simulated:
+        return SharedTransport(transport._group, segment, others, post, wait_s=0.0)
+    small = SmallSums(rank, segment, others, pipes, transport._peer_ranks, wait_s)
+    return SharedTransport(transport._group, segment, others, post, wait_s=wait_s, small=small)
 
 
 def _address(segment: OwnSegment) -> tuple[int, int, int, int]:
