@@ -39,10 +39,12 @@ mod _native {
         ))
     }
 
-    /// Bytes of an area of shared memory for the small sums of a group, and of the largest of its tensors.
+    /// Bytes of an area of shared memory for the small sums of a group, and of the largest tensor; how many are in
+    /// flight at most.
     #[pyfunction]
-    fn small_sums_bytes(size: usize) -> (usize, usize) {
-        (zoo_io::small_sums::area_bytes(size), zoo_io::small_sums::SLOT_BYTES)
+    fn small_sums_bytes(size: usize) -> (usize, usize, usize) {
+        use zoo_io::small_sums::{SLOT_BYTES, SLOTS, area_bytes};
+        (area_bytes(size), SLOT_BYTES, SLOTS)
     }
 
     /// CRC-32C of the `num_bytes` bytes at `address`, which the caller keeps alive.

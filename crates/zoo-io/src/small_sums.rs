@@ -11,7 +11,8 @@
 //! ```
 //!
 //! Sums have numbers, which count up alike on all ranks; number n is in slot n mod [`SLOTS`]. A post waits for nobody:
-//! where a peer has not read what was in its slot before, it is refused.
+//! where a peer has not read what was in its slot before, it is refused. A rank that posts n has read all up to n minus
+//! [`SLOTS`] itself: otherwise one could wait for a later post of another, which waits for that slot.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
@@ -187,7 +188,7 @@ impl SmallSums {
     /// Show `bytes` to all peers as this rank's part of the next sum: its number. `None` where a peer has not read what
     /// has its place yet: nothing is counted then.
     ///
-    /// One thread at a time posts.
+    /// One thread at a time posts; it has read the sum that had this slot before.
     ///
     /// # Panics
     /// Of more than [`SLOT_BYTES`].

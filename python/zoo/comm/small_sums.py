@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zoo.comm.segments import OwnSegment, PeerSegment
 
 _SLICE_S = 0.2  # so long nobody looks whether the peer is still there
-_, MOST_BYTES = _native.small_sums_bytes(1)
+_, MOST_BYTES, _SLOTS = _native.small_sums_bytes(1)
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int64: "int64"}
 
 
@@ -47,35 +47,37 @@ class SmallSums:
         self._memory = list(areas.values())
         self.native = _native.SmallSums([areas[each].data_ptr() for each in sorted(areas)], rank)
         self._flying: dict[int, ref[SmallSum]] = {}
+        self._last = 0
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether such a tensor, of the CPU and not empty, is summed here: all ranks decide alike."""
         return tensor.nbytes <= MOST_BYTES and tensor.dtype in _DTYPES
 
     def begin(self, tag: int, tensor: torch.Tensor, op: str) -> SmallSum:
-        """Show this rank's part to its peers. Where as many sums as there is room for are in flight, the oldest one of
-        this rank is completed first.
+        """Show this rank's part to its peers. A rank has at most as many in flight as there are slots: beyond that the
+        oldest is completed first, so that a peer never waits here for a slot while this rank waits for its later part.
 
         Raises:
             RuntimeError: a peer did not read its part of one so long ago.
         """
+        while self._flying and (oldest := next(iter(self._flying))) <= self._last - _SLOTS:
+            work = self._flying.pop(oldest)()
+            if work is not None:
+                work.wait()
         address, num_bytes = tensor.data_ptr(), tensor.nbytes
         number = self.native.post(tag, address, num_bytes)
         deadline = 0.0
         while number is None:
-            oldest = next(iter(self._flying.values()), None)
-            if oldest is not None and (work := oldest()) is not None:
-                work.wait()
-            else:
-                deadline = deadline or time.monotonic() + self.wait_s
-                if time.monotonic() > deadline:
-                    raise RuntimeError(
-                        "too many small all-reduces were issued since one that some rank has not waited for: wait for "
-                        "handles, or drop them."
-                    )
-                self.post.look(self.peers)
-                time.sleep(1e-4)
+            deadline = deadline or time.monotonic() + self.wait_s
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    "too many small all-reduces were issued since one that some rank has not waited for: wait for "
+                    "handles, or drop them."
+                )
+            self.post.look(self.peers)
+            time.sleep(1e-4)
             number = self.native.post(tag, address, num_bytes)
+        self._last = number + 1
         found = SmallSum(self, number, tag, tensor, op)
         self._flying[number] = ref(found)
         return found
