@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from zoo import sim
 from zoo.checkpointing import CheckpointError
 from zoo.checkpointing.foreign import load_deepspeed
+from zoo.checkpointing.foreign.deepspeed_tensor import join
+from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
 from zoo.tensor import plan_of_partition_config, split
 from zoo.zero import ZeroOptimizer
 
@@ -119,16 +122,52 @@ def test_parts_of_ranks_are_put_together(
     ({"parameter_to_average_patterns": ["^w$"]}, "'w' .* of which DeepSpeed takes the mean"),
     ({"parameter_with_sub_params": [entry("w", [2, -1], 0)]}, "'w'; it takes the sizes of blocks"),
     ({"parameter_with_sub_params": [entry("w", [(5, 2), -1], 0)]}, r"'w' has blocks of \[5, 2\] over 2 ranks"),
-    ({"parameter_with_sub_params": [entry("w", [(4, 4), -1], 0)]}, "to a rank that has the shape"),
+    ({"parameter_with_sub_params": [entry("w", [(4, 4), -1], 0)]}, "makes 8 of a dim of 7"),
+    ({"parameter_with_sub_params": [entry("w", [(4, 3), -1], 0)],
+      "sub_param_shard_widths": {"^w$": [[3, 1], [2, 1]]}}, "to a rank that has the shape"),
     ({"tp_replicated_parameter_patterns": ["^w$"]}, "of several shapes"),
     ({"tp_replicated_parameter_patterns": ["(a+)+$"]}, "no name with a few wildcards"),
     ({"tp_replicated_parameter_patterns": [".*.*.*.*x"]}, "no name with a few wildcards"),
     ([1], "is a list, not a dict"),
+    ({"tp_replicated_parameter_patterns": [r"\d" * 40 + "("]}, "no name with a few wildcards"),
+    ({"parameter_with_row_parallelism_patterns": "^w$"}, "parameter_with_row_parallelism_patterns .* a list of names"),
+    ({"parameter_with_row_parallelism_patterns": [3]}, "parameter_with_row_parallelism_patterns .* a list of names"),
+    ({"parameter_with_sub_params": {"patterns": ["^w$"]}}, "parameter_with_sub_params .* a list of dicts"),
+    ({"parameter_with_sub_params": 5}, "parameter_with_sub_params .* a list of dicts"),
+    ({"parameter_with_sub_params": [entry("w", [4 * 10**9, (2, 2), -1], 1)]}, "makes 16000000000 of a dim of 7"),
+    ({"parameter_with_sub_params": [entry("w", [(2,) * 10**6, -1], 0)]}, "makes 2000000 of a dim of 7"),
+    *(({"parameter_with_sub_params": [entry("w", [(4, 3), -1], 0)], "sub_param_shard_widths": {"^w$": widths}},
+       "sub_param_shard_widths says .* of 'w'")
+      for widths in (None, [3, 4], [["a", 2], [2, 1]], [[2.9, 1.1], [2, 1]], [[math.inf, 2], [2, 1]],
+                     [[6, -2], [-2, 5]])),
 ])  # fmt: skip
 def test_what_does_not_fit_together_is_told(tmp_path: Path, info: Any, told: str) -> None:
     write(tmp_path / "step", {"w": list(matrix(7).split([4, 3]))}, info)
     with pytest.raises(CheckpointError, match=told):
         load_deepspeed(tmp_path, "step")
+
+
+@pytest.mark.parametrize("shapes", [[(4, 6), ()], [(), (4, 6)], [(4, 6), (24,)], [(24,), (4, 6)], [(4, 6), (4, 5)]])
+def test_parts_of_other_shapes_are_told(tmp_path: Path, shapes: list[tuple[int, ...]]) -> None:
+    write(tmp_path / "step", {"w": [torch.ones(shape) for shape in shapes]}, {"x": 1})
+    with pytest.raises(CheckpointError, match="'w', and of several shapes|'w' overlap"):
+        load_deepspeed(tmp_path, "step")
+
+
+def test_ranks_with_other_roles_are_told(tmp_path: Path) -> None:
+    ranks = [ForeignCheckpoint("step", tmp_path) for _ in range(2)]
+    for rank, role in zip(ranks, ("parameter", "master"), strict=True):
+        rank.add_whole("w", role, Held(matrix(3)))
+    with pytest.raises(CheckpointError, match="'w' as parameter, and as master"):
+        join(ForeignCheckpoint("step", tmp_path), ranks, {})
+
+
+class Held:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.dtype, self.numel, self.shape = tensor, tensor.dtype, tensor.numel(), tuple(tensor.shape)
+
+    def read(self, start: int = 0, length: int | None = None) -> torch.Tensor:
+        return self.tensor.reshape(-1)[start : None if length is None else start + length]
 
 
 def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:

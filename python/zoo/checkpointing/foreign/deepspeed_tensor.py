@@ -29,7 +29,9 @@ _REFUSED = {
     "autotp_unsupported_parameter_patterns": "DeepSpeed itself does not say how its parts fit together",
     "parameter_to_average_patterns": "ranks have values of their own, of which DeepSpeed takes the mean",
 }
-_PLAIN = re.compile(r"\^?(?:(?:\\[^A-Za-ce-z0-9]|\\d|\w|\.|-)[*+]?)*\$?")
+# Each alternative begins with another character, so that a long pattern is read once.
+_PLAIN = re.compile(r"\^?(?:(?:\\[^A-Za-ce-z0-9]|\w|\.|-)[*+]?)*\$?")
+_MOST_NAME = 512
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ def join(found: ForeignCheckpoint, ranks: Sequence[ForeignCheckpoint], info: Any
         lacking = [number for number, rank in enumerate(ranks) if name not in rank.shapes]
         if lacking:
             raise CheckpointError(f"tensor-parallel ranks {lacking} of {found.tag!r} have no part of {name!r}")
+        roles = [sorted(rank.roles[name]) for rank in ranks]
+        if other := next((said for said in roles if said != roles[0]), None):
+            raise CheckpointError(
+                f"tensor-parallel ranks of {found.tag!r} have {name!r} as {', '.join(roles[0])}, and as "
+                f"{', '.join(other)}"
+            )
         for role in ranks[0].roles[name]:
             _add(found, ranks, info, name, role)
     for rank in ranks:
@@ -91,15 +99,18 @@ def _add(
     found: ForeignCheckpoint, ranks: Sequence[ForeignCheckpoint], info: Mapping[Any, Any], name: str, role: str
 ) -> None:  # fmt: skip
     shapes = [rank.shapes[name] for rank in ranks]
-    if role == "buffer" or not shapes[0] or any(_fits(info.get(key), name) for key in _SAME):
+    if role == "buffer" or not shapes[0] or any(_fits(info.get(key), name, key) for key in _SAME):
         if len(set(shapes)) > 1:
             raise CheckpointError(f"all ranks of {found.tag!r} have {name!r}, and of several shapes: {shapes}")
         whole = _Part(ranks[0], name, role, Box.whole(shapes[0]))
         found.add(name, role, shapes[0], [Run(0, whole.numel, whole)])
         return
     for key, why in _REFUSED.items():
-        if _fits(info.get(key), name):
+        if _fits(info.get(key), name, key):
             raise CheckpointError(f"{name!r} of {found.tag!r} is in {key}: {why}; it is not read")
+    dims = {len(shape) for shape in shapes}
+    if len(dims) > 1:
+        raise CheckpointError(f"ranks of {found.tag!r} have parts of {name!r}, and of several shapes: {shapes}")
     dim, runs = _runs(info, name, shapes)
     total = sum(stop - start for mine in runs for start, stop in mine)
     shape = (*shapes[0][:dim], total, *shapes[0][dim + 1 :])
@@ -124,13 +135,15 @@ def _runs(
     info: Mapping[Any, Any], name: str, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[int, list[list[tuple[int, int]]]]:  # fmt: skip
     """The dim that was cut, and what each rank has of the whole one, in its order, as [start, stop)."""
-    entries = [entry for entry in info.get(_BLOCKS) or () if isinstance(entry, Mapping)]
-    entry = next((entry for entry in entries if _fits(entry.get("patterns"), name)), None)
-    if entry is None and _fits(info.get(_TWO_BLOCKS), name):
+    entries = info.get(_BLOCKS) or ()
+    if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise CheckpointError(f"{_BLOCKS} is {_shown(entries)}; it takes a list of dicts")
+    entry = next((entry for entry in entries if _fits(entry.get("patterns"), name, _BLOCKS)), None)
+    if entry is None and _fits(info.get(_TWO_BLOCKS), name, _TWO_BLOCKS):
         halves = sum(shape[0] for shape in shapes) // 2
         entry = {"shape": [(halves, halves), *shapes[0][1:]], "partition_dim": 0}
     if entry is None:
-        dim = 1 if _fits(info.get(_ROWS), name) and len(shapes[0]) > 1 else 0
+        dim = 1 if _fits(info.get(_ROWS), name, _ROWS) and len(shapes[0]) > 1 else 0
         ends = list(itertools.accumulate(shape[dim] for shape in shapes))
         return dim, [[(end - shape[dim], end)] for end, shape in zip(ends, shapes, strict=True)]
     shape, at = entry.get("shape"), entry.get("partition_dim", 0)
@@ -141,7 +154,15 @@ def _runs(
     outer, inner = ([], []) if columns else (shape[:at], shape[at + 1 : len(shape) - matrix])
     good = isinstance(blocks, (list, tuple)) and all(_is_size(n) for n in (*blocks, *outer, *inner))
     if not good or not isinstance(blocks, (list, tuple)):
-        raise CheckpointError(f"{_BLOCKS} says {entry!r} of {name!r}; it takes the sizes of blocks at partition_dim")
+        raise CheckpointError(
+            f"{_BLOCKS} says {_shown(entry)} of {name!r}; it takes the sizes of blocks at partition_dim"
+        )
+    dealt_dim = len(shapes[0]) - 1 if columns else 0
+    there, made = sum(own[dealt_dim] for own in shapes), math.prod((*outer, sum(blocks), *inner))
+    if made != there:  # which also bounds what is laid out below
+        raise CheckpointError(
+            f"{_BLOCKS} says {_shown(entry)} of {name!r}, which makes {made} of a dim of {there} over all ranks"
+        )
     widths, within = _widths(info, name, blocks, len(shapes)), math.prod(inner)
     found: list[list[tuple[int, int]]] = [[] for _ in shapes]
     base = 0
@@ -151,36 +172,54 @@ def _runs(
                 if width:
                     found[rank].append((base + (end - width) * within, base + end * within))
             base += block * within
-    return len(shapes[0]) - 1 if columns else 0, found
+    return dealt_dim, found
 
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**32
 
 
+def _is_width(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**32
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}…"
+
+
 def _widths(info: Mapping[Any, Any], name: str, blocks: Sequence[int], ranks: int) -> list[list[int]]:
     """Of each block, how much of it each rank has; equal shares where that is not said."""
     said = info.get(_WIDTHS)
     for pattern, widths in said.items() if isinstance(said, Mapping) else ():
-        if _fits([pattern], name):
-            found = [[int(width) for width in dealt] for dealt in widths]
-            if [sum(dealt) for dealt in found] != list(blocks) or any(len(dealt) != ranks for dealt in found):
-                raise CheckpointError(f"{_WIDTHS} says {found} of {name!r}, whose blocks are {list(blocks)}")
-            return found
+        if _fits([pattern], name, _WIDTHS):
+            good = isinstance(widths, (list, tuple)) and all(
+                isinstance(dealt, (list, tuple)) and len(dealt) == ranks and all(map(_is_width, dealt))
+                for dealt in widths
+            )
+            if not good or [sum(dealt) for dealt in widths] != list(blocks):
+                raise CheckpointError(
+                    f"{_WIDTHS} says {_shown(widths)} of {name!r}, whose blocks are {_shown(list(blocks))}, over {ranks} "
+                    "ranks"
+                )
+            return [list(dealt) for dealt in widths]
     if any(block % ranks for block in blocks):
-        raise CheckpointError(f"{name!r} has blocks of {list(blocks)} over {ranks} ranks, and no {_WIDTHS}")
+        raise CheckpointError(f"{name!r} has blocks of {_shown(list(blocks))} over {ranks} ranks, and no {_WIDTHS}")
     return [[block // ranks] * ranks for block in blocks]
 
 
-def _fits(patterns: Any, name: str) -> bool:
-    if isinstance(patterns, Mapping):
-        patterns = list(patterns)
-    given = patterns if isinstance(patterns, (list, tuple)) else ()
-    return any(isinstance(pattern, str) and _matches(pattern, name) for pattern in given)
+def _fits(patterns: Any, name: str, key: str) -> bool:
+    """Whether ``name`` is one of those that ``patterns`` are for, a list or the keys of a dict."""
+    given = list(patterns or ()) if isinstance(patterns or (), (list, tuple, Mapping)) else [None]
+    if not all(isinstance(pattern, str) for pattern in given):
+        raise CheckpointError(f"{key} of {INFO} is {_shown(patterns)}; it takes a list of names")
+    return any(_matches(pattern, name) for pattern in given)
 
 
 def _matches(pattern: str, name: str) -> bool:
     """Only what DeepSpeed and Megatron write: names, with few repetitions, so that no pattern takes long."""
     if not _PLAIN.fullmatch(pattern) or sum(pattern.count(mark) for mark in "*+") > 3:
         raise CheckpointError(f"{INFO} has the pattern {pattern[:80]!r}, which is no name with a few wildcards")
+    if len(name) > _MOST_NAME:
+        raise CheckpointError(f"a parameter of {len(name)} characters, {name[:80]!r}…; {INFO} is read of shorter names")
     return re.match(pattern, name) is not None
