@@ -16,7 +16,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.comm import Communicator
-from zoo.layout import split_of
+from zoo.layout import declare_split, split_of
 from zoo.tensor import Count, Plan, parameters_on_meta, split
 from zoo.tensor import plan_of as plan_of_model
 
@@ -93,6 +93,49 @@ def test_what_is_made_of_a_split_model_says_what_it_is() -> None:
         assert copy.copy(model.head).weight is model.head.weight
 
     sim.run(2, fn, seed=0)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_parameters_put_in_the_place_of_others_are_the_same_parts(sequence: bool) -> None:
+    """By load_state_dict(assign=True), by hand, and tied again."""
+    shape = Shape(heads=6, kv=3, vocab=12)  # keys stay whole at degree 2, and their gradients are summands
+
+    def fn(rank: int) -> None:
+        model = Decoder(shape)
+        split(model, plan_of(shape), Communicator(), sequence=sequence)
+        expected = {name: split_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        assert any(said.axes for said in expected.values())
+        assert any(said.partial for said in expected.values())
+        found = model(IDS % 12)
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        model.blocks[0].perceptron.up.weight = nn.Parameter(model.blocks[0].perceptron.up.weight.detach().clone())
+        model.head.weight = model.words.weight
+        assert {name: split_of(p) for name, p in model.named_parameters(remove_duplicate=False)} == expected
+        assert torch.equal(model(IDS % 12), found)
+
+    sim.run(2, fn, seed=0)
+
+
+def test_other_parameters_than_those_of_the_split_are_told() -> None:
+    def fn(rank: int) -> None:
+        model = cut(Decoder(SHAPE))
+        up, down = model.blocks[0].perceptron.up, model.blocks[0].perceptron.down
+        with pytest.raises(ValueError, match=r"weight of shape \(10, 6\).* is this rank's part, of shape \(5, 6\)"):
+            up.weight = nn.Parameter(torch.zeros(10, 6, dtype=torch.float64))
+        with pytest.raises(ValueError, match=r"weight .* is another part of a matrix"):
+            up.weight = declared(nn.Parameter(torch.zeros_like(up.weight)))
+        for change in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal):
+            with pytest.raises(ValueError, match=r"has its parameter weight taken away, .* before zoo"):
+                change(down)
+        with pytest.raises(ValueError, match=r"weight_g .* before zoo\.tensor\.split"):
+            nn.utils.weight_norm(up)
+
+    sim.run(2, fn, seed=0)
+
+
+def declared(parameter: nn.Parameter) -> nn.Parameter:
+    declare_split(parameter, ["expert"])
+    return parameter
 
 
 def test_pickles_are_told() -> None:

@@ -137,6 +137,44 @@ def test_what_does_not_fit_is_told_before_a_weight_is_touched(tmp_path: Path) ->
     sim.run(2, fn, seed=0)
 
 
+def test_two_tensors_of_one_name_are_told(tmp_path: Path) -> None:
+    shape = Shape(tied=False)
+    state = written(shape, tmp_path)
+    save_file({**state, "old": state["last.weight"] + 1}, tmp_path / "model.safetensors")
+
+    def fn(rank: int) -> None:
+        model = Decoder(shape, 5)
+        split(model, plan_of(shape), Communicator())
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        source = load_safetensors(tmp_path)
+        with pytest.raises(ValueError, match=r"last\.weight and old are both last\.weight.* Nothing was changed"):
+            load(model, source, rename=lambda name: "last.weight" if name == "old" else name)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    sim.run(2, fn, seed=0)
+
+
+def test_buffers_without_values_are_told(tmp_path: Path) -> None:
+    """Of a model made on the device "meta", which parameters_on_meta() would have left their values."""
+
+    class Rotating(Decoder):
+        def __init__(self) -> None:
+            super().__init__(Shape(tied=False))
+            self.register_buffer("angles", torch.ones(3), persistent=False)
+
+    save_file(dict(Rotating().state_dict()), tmp_path / "model.safetensors")
+
+    def fn(rank: int) -> None:
+        with torch.device("meta"):
+            model = Rotating()
+        split(model, plan_of(Shape(tied=False)), Communicator())
+        with pytest.raises(ValueError, match=r"buffers .* no checkpoint has: angles.*parameters_on_meta"):
+            load(model, load_safetensors(tmp_path))
+        assert all(parameter.is_meta for parameter in model.parameters())
+
+    sim.run(2, fn, seed=0)
+
+
 def test_a_failure_of_one_rank_is_told_on_all(tmp_path: Path) -> None:
     shape = Shape()
     written(shape, tmp_path)

@@ -49,6 +49,18 @@ def test_it_is_torchs(vocab: int, degree: int, ignored: int, large: bool, reduct
     assert reduction != "mean" or math.isnan(float(expected.detach())) == (ignored == 6)
 
 
+def test_gradients_of_its_gradients_are_told() -> None:
+    def fn(rank: int) -> None:
+        mine = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+        loss = cross_entropy(mine * 2, torch.arange(6), 4 * rank, Communicator())
+        with pytest.raises(NotImplementedError, match=r"create_graph=True\) of a loss in parts"):
+            torch.autograd.grad(loss, mine, create_graph=True)
+        (grad,) = torch.autograd.grad(loss, mine)
+        assert bool(grad.any())
+
+    sim.run(2, fn, seed=0)
+
+
 def llama() -> Any:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

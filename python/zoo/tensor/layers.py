@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zoo.layout import declare_as
+from zoo.layout import declare_as, split_of
+from zoo.layout.declared import WHOLE
 from zoo.tensor.plans import Cut
 from zoo.tensor.region import Region, has_values
 from zoo.tensor.same_batch import bytes_of_each, check_alike, checksums
@@ -89,6 +90,9 @@ class Layer(nn.Module):
     """Base of layers with parts: a copy says of its parameters what the original says, and so do those that
     :meth:`to_empty` makes. Alone: one whose parameters are whole, and their gradients sums over ranks."""
 
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Parameters that its forward reads."""
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         found = type(self).__new__(type(self))
         memo[id(self)] = found
@@ -109,6 +113,31 @@ class Layer(nn.Module):
             "process group. Save state_dict(), each rank its own, or zoo.tensor.slices(model, comm) for any degree; "
             "copy.deepcopy copies it."
         )
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """What takes the place of a parameter, as in ``load_state_dict(assign=True)``, is the same part of the same
+        matrix, and says so.
+
+        Raises:
+            ValueError: it cannot be, or the layer would compute with something else than its weight.
+        """
+        own = self._parameters.get(name)
+        if own is not None and param is not None:
+            _take_the_place(self, name, own, param)
+        elif param is not None and any(needed not in self._parameters for needed in self.needs):
+            raise ValueError(
+                f"a {type(self).__name__} gets a parameter {name} in the place of its {self.needs[0]}, as in weight "
+                "norm; do so before zoo.tensor.split."
+            )
+        super().register_parameter(name, param)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._parameters:
+            raise ValueError(
+                f"a {type(self).__name__} has its parameter {name} taken away, which is a part of a matrix that is "
+                "split; put parametrizations on layers before zoo.tensor.split."
+            )
+        super().__delattr__(name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Layer:
         before = dict(self._parameters)
@@ -143,12 +172,29 @@ class Layer(nn.Module):
         )
 
 
+def _take_the_place(layer: Layer, name: str, own: nn.Parameter, param: nn.Parameter) -> None:
+    said = split_of(own)
+    if tuple(param.shape) != tuple(own.shape):
+        raise ValueError(
+            f"a {name} of shape {tuple(param.shape)} in the place of that of a {type(layer).__name__}, which is this "
+            f"rank's part, of shape {tuple(own.shape)}, of one of {said.shape or tuple(own.shape)}. zoo.tensor.load "
+            "reads parts from whole tensors."
+        )
+    if split_of(param) not in (WHOLE, said):
+        raise ValueError(
+            f"a {name} in the place of that of a {type(layer).__name__} is another part of a matrix: "
+            f"{split_of(param)}, and not {said}."
+        )
+    declare_as(param, own)
+
+
 class Column(Layer):
     """y = x W_r^T + b_r with this rank's rows; x is whole.
 
     Shapes: x (…, C), y (…, rows of this rank as the model sees them), or (…, all rows) where outputs are gathered.
     """
 
+    needs = ("weight",)
     weight: torch.Tensor
     bias: torch.Tensor | None
 
@@ -171,6 +217,7 @@ class Column(Layer):
 class Row(Layer):
     """y = Σ over ranks of x_r W_r^T, + b once. Shapes: x (…, this rank's features), y (…, C)."""
 
+    needs = ("weight",)
     weight: torch.Tensor
     bias: torch.Tensor | None
 
@@ -191,6 +238,8 @@ class Vocabulary(Layer, nn.Embedding):
 
     One more row tells whether all ranks have the same ids (:mod:`zoo.tensor.same_batch`).
     """
+
+    needs = ("weight",)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         part: Part = self.__dict__[_STATE]
@@ -246,6 +295,8 @@ class Drop(Layer):
 
 class Features(Layer, nn.Embedding):
     """y = this rank's features of each row: no rank needs another's. Shapes: ids (…), y (…, features of this rank)."""
+
+    needs = ("weight",)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         part: Part = self.__dict__[_STATE]

@@ -95,11 +95,13 @@ def load(
         Names that the source has and the model does not; empty if ``strict``.
 
     Raises:
-        ValueError: tensors that are missing, not known or of another shape, before anything was changed.
+        ValueError: tensors that are missing, not known or of another shape, two of one name, or buffers that nothing
+            would fill; before anything was changed.
     """
     wanted = _wanted(model)
 
     def check() -> tuple[list[tuple[_Wanted, str]], list[str]]:
+        _check_buffers(model)
         return _matched(model, wanted, source, strict=strict, rename=rename)
 
     comm = _comm_of(model) if comm is None else comm
@@ -111,6 +113,22 @@ def load(
 
     all_or_none(comm, "reading its tensors", fill)
     return unused
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Raise ValueError where a forward would meet one without values."""
+    empty = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
+    ]
+    if empty:
+        raise ValueError(
+            f"the model has {len(empty)} buffers on the meta device that no checkpoint has: {', '.join(empty[:5])}. "
+            "Make it in zoo.tensor.parameters_on_meta(), which leaves buffers their values, or fill them first. "
+            "Nothing was changed."
+        )
 
 
 def _comm_of(model: nn.Module) -> Communicator | None:
@@ -139,12 +157,16 @@ def _matched(
     model: nn.Module, wanted: list[_Wanted], source: Source, *, strict: bool, rename: Callable[[str], str] | None
 ) -> tuple[list[tuple[_Wanted, str]], list[str]]:
     of_model = {name: want for want in wanted for name in want.names}
-    given = {(rename(name) if rename else name): name for name in source.shapes}
+    names = {there: rename(there) if rename else there for there in source.shapes}
     prefix = f"{getattr(model, 'base_model_prefix', '') or ''}."
-    if not any(name.startswith(prefix) for name in given) and len(prefix) > 1:
-        given = {(name if name in of_model else prefix + name): there for name, there in given.items()}
+    if not any(name.startswith(prefix) for name in names.values()) and len(prefix) > 1:
+        names = {there: name if name in of_model else prefix + name for there, name in names.items()}
     elif len(prefix) > 1 and not any(name.startswith(prefix) for name in of_model):
-        given = {name.removeprefix(prefix): there for name, there in given.items()}
+        names = {there: name.removeprefix(prefix) for there, name in names.items()}
+    given: dict[str, str] = {}
+    for there, name in names.items():
+        if given.setdefault(name, there) != there:
+            raise ValueError(f"{given[name]} and {there} are both {name} of the model. Nothing was changed.")
     matched, missing, wrong = [], [], []
     for want in wanted:
         name = next((given[name] for name in want.names if name in given), None)

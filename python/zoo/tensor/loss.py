@@ -82,8 +82,12 @@ class _CrossEntropy(torch.autograd.Function):
         return sums[0].log() - sums[1]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():  # what is saved knows nothing of the logits: gradients of this would be zeros
+            raise NotImplementedError(
+                "backward(create_graph=True) of a loss in parts: there are no gradients of its gradients. Gather the "
+                "logits: leave zoo.tensor.in_parts, vocab_parallel_lm_head, out."
+            )
         probabilities, place, mine = ctx.saved_tensors
         grads = probabilities.clone()
         grads.scatter_add_(-1, place, -mine.to(grads.dtype).unsqueeze(-1))

@@ -150,7 +150,7 @@ def test_what_does_not_fit_together_is_told(tmp_path: Path, info: Any, told: str
 @pytest.mark.parametrize("shapes", [[(4, 6), ()], [(), (4, 6)], [(4, 6), (24,)], [(24,), (4, 6)], [(4, 6), (4, 5)]])
 def test_parts_of_other_shapes_are_told(tmp_path: Path, shapes: list[tuple[int, ...]]) -> None:
     write(tmp_path / "step", {"w": [torch.ones(shape) for shape in shapes]}, {"x": 1})
-    with pytest.raises(CheckpointError, match="'w', and of several shapes|'w' overlap"):
+    with pytest.raises(CheckpointError, match=r"'w', and of several shapes|'w' overlap"):
         load_deepspeed(tmp_path, "step")
 
 

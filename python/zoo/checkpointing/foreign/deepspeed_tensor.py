@@ -199,8 +199,8 @@ def _widths(info: Mapping[Any, Any], name: str, blocks: Sequence[int], ranks: in
             )
             if not good or [sum(dealt) for dealt in widths] != list(blocks):
                 raise CheckpointError(
-                    f"{_WIDTHS} says {_shown(widths)} of {name!r}, whose blocks are {_shown(list(blocks))}, over {ranks} "
-                    "ranks"
+                    f"{_WIDTHS} says {_shown(widths)} of {name!r}, whose blocks are {_shown(list(blocks))}, over "
+                    f"{ranks} ranks"
                 )
             return [list(dealt) for dealt in widths]
     if any(block % ranks for block in blocks):
