@@ -167,15 +167,17 @@ def _matched(
     for there, name in names.items():
         if given.setdefault(name, there) != there:
             raise ValueError(f"{given[name]} and {there} are both {name} of the model. Nothing was changed.")
-    matched, missing, wrong = [], [], []
+    matched: list[tuple[_Wanted, str]] = []
+    missing: list[str] = []
+    wrong: list[str] = []
     for want in wanted:
-        name = next((given[name] for name in want.names if name in given), None)
-        if name is None:
+        found = next((given[name] for name in want.names if name in given), None)
+        if found is None:
             missing.append(want.names[0])
-        elif tuple(source.shapes[name]) != want.shape:
-            wrong.append(f"{want.names[0]} has shape {tuple(source.shapes[name])} there and {want.shape} in the model")
+        elif tuple(source.shapes[found]) != want.shape:
+            wrong.append(f"{want.names[0]} has shape {tuple(source.shapes[found])} there and {want.shape} in the model")
         else:
-            matched.append((want, name))
+            matched.append((want, found))
     unused = [there for name, there in given.items() if name not in of_model]
     if wrong or (strict and (missing or unused)):
         told = [f"{len(missing)} tensors are missing: {', '.join(missing[:5])}"] if missing and strict else []

@@ -210,7 +210,7 @@ def _widths(info: Mapping[Any, Any], name: str, blocks: Sequence[int], ranks: in
 
 def _fits(patterns: Any, name: str, key: str) -> bool:
     """Whether ``name`` is one of those that ``patterns`` are for, a list or the keys of a dict."""
-    given = list(patterns or ()) if isinstance(patterns or (), (list, tuple, Mapping)) else [None]
+    given: list[Any] = list(patterns or ()) if isinstance(patterns or (), (list, tuple, Mapping)) else [None]
     if not all(isinstance(pattern, str) for pattern in given):
         raise CheckpointError(f"{key} of {INFO} is {_shown(patterns)}; it takes a list of names")
     return any(_matches(pattern, name) for pattern in given)
