@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,6 +164,18 @@ def test_tp_model_init_counts_for_the_model_that_it_was_given() -> None:
         assert trained(again, {})[0].module.up.out_features == (4, 3)[rank]
 
     run(2, fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_dtype_that_nothing_casts_to_is_said(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    def fn(rank: int) -> None:
+        model = deepspeed.tp_model_init(Layers(), 1, dtype)
+        engine = deepspeed.initialize(model=model, config={"train_batch_size": 1})[0]
+        assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float32}
+
+    with caplog.at_level(logging.WARNING):
+        run(1, fn)
+    assert (f"tp_model_init got dtype={dtype}, and the parameters stay" in caplog.text) == (dtype is torch.float16)
 
 
 @pytest.mark.parametrize(

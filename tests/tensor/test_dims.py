@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -143,6 +145,31 @@ def test_a_plan_goes_out_as_data_and_comes_back() -> None:
         Plan("x", (("head", 5), ("kv", 2)))
     with pytest.raises(ValueError, match="at most 6"):
         plan.share(7, 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ([1], "a plan is .1.; it takes a mapping"),
+        ({"rules": []}, "a plan lacks name"),
+        ({"name": "x", "rules": {"module": "a"}}, "rules of a plan is .*; it takes a list"),
+        ({"name": "x", "rules": [5]}, "one of the rules of a plan is 5; it takes a mapping"),
+        ({"name": "x", "rules": [{"rows": "a", "cut": "a"}]}, "a rule lacks module"),
+        ({"name": "x", "rules": [{"module": "a", "rows": 5, "cut": "a"}]}, "a rule has rows=5; it takes a text"),
+        ({"name": "x", "rules": [{"module": "a", "rows": "a", "cut": "a", "gather": "false"}]}, "takes true or false"),
+        ({"name": "x", "rules": [{"module": "a", "inside": [["w", "1", "a"]], "cut": "a"}]},
+         r"a rule has inside=.*; it takes a list, each item \[a text, an integer, a text\]"),
+        ({"name": "x", "counts": [{"module": "a"}]}, "a count lacks attribute, dims"),
+        ({"name": "x", "takes": [{"module": "a", "argument": 0, "dim": True, "dims": "head"}]}, "dim=True; it takes"),
+        ({"name": "x", "sizes": ["head"]}, "sizes of a plan is .*; it takes a mapping"),
+        ({"name": "x", "sizes": {"head": "4"}}, "a plan has sizes="),
+        ({"name": "x", "sizes": {"head": 4, "kv": 0}}, "the sizes {'kv': 0}; a size is an integer from 1 on"),
+        ({"name": "x", "layers": 3}, "layers=3; it takes a text"),
+    ],
+)  # fmt: skip
+def test_what_is_no_plan_is_told(data: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Plan.of_data(data)
 
 
 def test_a_star_is_one_name() -> None:

@@ -100,7 +100,10 @@ def test_a_degree_and_a_mesh_that_do_not_fit_are_told() -> None:
 
     def fn(rank: int) -> None:
         for section, error in (
-            ({"autotp_size": 2, "plan": {"name": "x"}}, "asks for 2 ranks, and the mesh has 3 along 'tensor'"),
+            (
+                {"autotp_size": 2, "plan": plan_of(SHAPE).as_data()},
+                "asks for 2 ranks, and the mesh has 3 along 'tensor'",
+            ),
             ({"tp": {"tp_size": 3}}, "no configuration with a model_type"),
             ({"autotp_size": 3, "plan": odd}, r"tensor_parallel\.plan: rule got cuts"),
             ({"autotp_size": 3, "tp": {"tp_size": 2}}, "keep one of them"),
@@ -226,6 +229,8 @@ def test_deepspeeds_ways_to_say_how_a_model_is_cut() -> None:
             ({"preset_model": "gpt"}, "tensor_parallel.preset_model: preset_model 'gpt'; there are bloom"),
             ({"preset_model": "llama", "injection_policy_tuple": rows}, "keep one of them"),
             ({"partition_config": {}, "plan": {"name": "x"}}, "plan, partition_config say how"),
+            ({"plan": {"name": "x"}}, "tensor_parallel.plan has no rules"),
+            ({"injection_policy_tuple": {}}, "it takes names of row-parallel layers"),
             ({"sequence": True, "tp_overlap_comm": True}, "tokens are summed and scattered whole"),
             ({"injection_policy_tuple": ["o_project"]}, "names o_project, and LlamaForCausalLM has no list"),
         ):

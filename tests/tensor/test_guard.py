@@ -17,7 +17,7 @@ from torch import nn
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.layout import declare_split, split_of
-from zoo.tensor import Count, Plan, parameters_on_meta, split
+from zoo.tensor import Count, Plan, Rule, parameters_on_meta, split
 from zoo.tensor import plan_of as plan_of_model
 
 SHAPE = Shape(vocab=12)  # parts of ranks have one shape
@@ -129,6 +129,20 @@ def test_other_parameters_than_those_of_the_split_are_told() -> None:
                 change(down)
         with pytest.raises(ValueError, match=r"weight_g .* before zoo\.tensor\.split"):
             nn.utils.weight_norm(up)
+
+    sim.run(2, fn, seed=0)
+
+
+def test_layers_that_others_do_not_call_are_told() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2)
+
+    def fn(rank: int) -> None:
+        rule = Rule(module="attention.out_proj", columns="inner", cut="inner", scatter=True)
+        with pytest.raises(ValueError, match=r"attention\.out_proj lies in a MultiheadAttention, which .* not call it"):
+            split(Encoder(), Plan(name="x", rules=(rule,)), Communicator())
 
     sim.run(2, fn, seed=0)
 

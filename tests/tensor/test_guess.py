@@ -126,6 +126,28 @@ class Two(nn.Module):
         return [model(ids) for model in self.models.values()]
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.down(torch.relu(self.up(x)))
+        return x
+
+
+@pytest.mark.parametrize("model", [Twice(), nn.LSTM(4, 4), nn.LayerNorm(4)])
+def test_models_without_layers_that_are_called_once(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match=f"{type(model).__name__}: no linear layer reads features"):
+        guess(model, torch.randn(2, 3, 4))
+
+
+def test_a_model_without_values_is_told() -> None:
+    with pytest.raises(ValueError, match=r"Twice .* meta device"):
+        guess(Twice().to("meta"), torch.randn(2, 3, 4))
+
+
 def test_two_numbers_of_heads() -> None:
     with pytest.raises(ValueError, match=r"different numbers of heads.*\[\(3, 3\), \(4, 2\)\]"):
         guess(Two(Shape(), Shape(heads=3, kv=3)), IDS)

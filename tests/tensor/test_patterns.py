@@ -148,7 +148,17 @@ def test_blocks_of_other_sizes_are_dealt_each_for_itself() -> None:
         ({"layer_spec": []}, "no key 'layer_spec', perhaps 'layer_specs'"),
         ({"layer_specs": [{"patterns": ["up"], "partition_type": "rows"}]}, "allowed are 'column', 'row', 'skip'"),
         ({"layer_specs": [{"patterns": ["up("]}]}, "'up\\(' is no regular expression"),
-        ({"layer_specs": [{"patterns": "up"}]}, "it takes a list of regular expressions"),
+        ({"layer_specs": [{"patterns": "up"}]}, "patterns='up'; it takes a list, each item a text"),
+        ({"layer_specs": [{"patterns": None}]}, "patterns=None; it takes a list, each item a text"),
+        ({"layer_specs": {"patterns": ["up"]}}, "layer_specs is .*; it takes a list"),
+        ({"layer_specs": ["up"]}, "one of partition_config.layer_specs is 'up'; it takes a mapping"),
+        ({"layer_specs": [{"patterns": ["up"], "shape": 3}]}, "the shape of a spec is 3; it takes a list"),
+        ({"layer_specs": [{"patterns": ["up"], "gather_output": "false"}]}, "='false'; it takes true or false"),
+        ({"layer_specs": [{"patterns": ["up"], "partition_dim": "0"}]}, "='0'; it takes an integer or null"),
+        ({"layer_specs": [{"patterns": ["up"], "model_types": "llama"}]}, "model_types='llama'; it takes a list"),
+        ({"layer_specs": [{"patterns": ["up"]}], "lm_head_patterns": "head"}, "lm_head_patterns='head'; it takes a"),
+        ({"layer_specs": [{"patterns": ["up"]}], "strict_mode": "false"}, "='false'; it takes true or false"),
+        ({"layer_specs": [{"patterns": ["up"]}], "tp_size": "2"}, "tp_size='2'; it takes an integer"),
         ({"layer_specs": [{"patterns": ["up"], "shape": [5, -1]}]}, "up.0: .* 5 equal blocks of 12 features"),
         ({"layer_specs": [{"patterns": ["up"], "shape": [[8, 5], -1]}]}, r"weight \(12, 3\)"),
         ({"layer_specs": [{"patterns": ["up"], "shape": [-1, 4]}]}, r"weight \(12, 3\)"),
@@ -194,6 +204,11 @@ def test_heads_that_are_not_said_are_refused_by_name() -> None:
         ({Block: ("attention.o",)}, "names attention.o, and no linear layer of Block is named so; it has attention.q"),
         (("attention.o",), "no list of modules whose layers have all of these names"),
         ({dict: ("out",)}, "is no module: policies that put kernels in"),
+        ("out", "an injection policy is 'out'; it takes a list"),
+        *(
+            (policy, "it takes names of row-parallel layers")
+            for policy in ([], {}, [3], [""], {Block: ()}, {Block: "."})
+        ),
     ],
 )
 def test_a_policy_that_fits_nothing_is_refused(policy: Any, told: str) -> None:

@@ -229,5 +229,11 @@ def test_random_models_have_no_parameter_that_is_constant() -> None:
 def test_a_rule_for_a_module_that_is_not_there_is_told() -> None:
     plan = plan_of(model_of("llama"))
     more = replace(plan, rules=(*plan.rules, Rule(module="model.layers.*.other", rows="a", cut="a")))
-    with pytest.raises(ValueError, match=r"the split model fails \(ValueError: plan 'llama' has rules for"):
+    with pytest.raises(ValueError, match="at degree 2 is refused: plan 'llama' has rules for"):
         prove(class_of("llama"), config_of("llama"), more, 2)
+
+
+def test_a_degree_that_is_too_large_is_told() -> None:
+    """As it is where weights are split, and not as a fault of the plan."""
+    with pytest.raises(ValueError, match=r"refused: degree 99 with .* so the degree is at most \d+\.$"):
+        prove(class_of("llama"), config_of("llama"), plan_of(model_of("llama")), 99)

@@ -10,7 +10,8 @@ from tests.tensor.models import Decoder, Shape, plan_of
 
 from zoo import sim
 from zoo.comm import Communicator
-from zoo.tensor import split, sum_gradients
+from zoo.layout import boxes_of, split_of
+from zoo.tensor import gradient_norm, split, sum_gradients
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -124,3 +125,34 @@ def test_a_plain_torch_optimizer_gets_sums_of_gradients(sequence: bool) -> None:
         assert not torch.allclose(other(batches[0]), logits, rtol=1e-9, atol=1e-10)
 
     sim.run(2, fn, seed=0)
+
+
+@pytest.mark.parametrize(("degree", "sequence"), [(1, False), (2, False), (3, True)])
+def test_the_norm_of_gradients_is_that_of_the_whole_model(degree: int, sequence: bool) -> None:
+    """torch's own function sees this rank's parts, and would clip each rank by another number."""
+    shape = Shape(heads=6, kv=3, norm=True)
+    whole, ids = Decoder(shape), torch.randint(shape.vocab, (2, 5), generator=torch.Generator().manual_seed(0))
+    whole(ids).sin().sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+
+    def fn(rank: int) -> None:
+        model, comm = Decoder(shape), Communicator()
+        split(model, plan_of(shape), comm, sequence=sequence)
+        model(ids).sin().sum().backward()
+        sum_gradients(model)
+        found = gradient_norm(model)
+        torch.testing.assert_close(found, norm, rtol=1e-12, atol=1e-12)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, found)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            said, mine = split_of(parameter), expected[name]
+            assert mine is not None
+            for laid in boxes_of(said.box) if said.box is not None else ():
+                torch.testing.assert_close(
+                    parameter.grad[laid.here.ranges], mine[laid.box.ranges], rtol=1e-9, atol=1e-9
+                )
+            if said.box is None:
+                torch.testing.assert_close(parameter.grad, mine, rtol=1e-9, atol=1e-9)
+
+    sim.run(degree, fn, seed=0)

@@ -84,6 +84,9 @@ def test_the_command_prints_plan_bytes_and_messages(tmp_path: Path) -> None:
     asked = CliRunner().invoke(app, ["tensor", "plan", str(tmp_path / "config.json"), "--inference", "--no-prove"])
     assert asked.exit_code == 0, asked.output
     assert "backward" not in asked.output
+    proved = CliRunner().invoke(app, ["tensor", "plan", str(tmp_path), "--inference"])
+    assert proved.exit_code == 0, proved.output
+    assert "proved at degree 2: outputs differ by" in proved.output
     wrong = CliRunner().invoke(app, ["tensor", "plan", str(tmp_path), "--tp", "5"])
     assert wrong.exit_code == 2
     assert CliRunner().invoke(app, ["tensor", "plan", str(tmp_path / "none")]).exit_code == 2

@@ -38,7 +38,8 @@ def plan(
         print(found)
         if prove:
             shown = proof(made, made.config, found, tp, training=not inference, grain=grain)
-            print(f"proved at degree {tp}: outputs differ by {shown.outputs:.1e}, gradients by {shown.gradients:.1e}")
+            gradients = "" if shown.gradients is None else f", gradients by {shown.gradients:.1e}"
+            print(f"proved at degree {tp}: outputs differ by {shown.outputs:.1e}{gradients}")
         result = summary(made, found, tp, training=not inference, grain=grain)
         mib = ", ".join(f"{size / 2**20:.1f}" for size in result.rank_bytes)
         print(f"parameters: {result.whole_bytes / 2**20:.1f} MiB; by rank {mib} MiB")
@@ -59,7 +60,10 @@ def _empty(path: Path) -> Any:
     import torch
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except OSError as error:  # what transformers says of a file that is no JSON
+        raise ValueError(str(error)) from None
     kinds = [getattr(transformers, f"AutoModel{name}") for name in ("ForCausalLM", "ForSeq2SeqLM", "ForMaskedLM", "")]
     for kind in kinds:
         if type(config) in kind._model_mapping:

@@ -8,7 +8,7 @@
 * :func:`plan_of_partition_config`, :func:`plan_of_injection_policy`: plans written in DeepSpeed's ways.
 * :func:`parameters_on_meta`, :func:`load`, :func:`slices`: a model that no rank ever holds, read and saved;
   :func:`joined`: from files of other ranks' parts.
-* :func:`sum_gradients`: for a split model under a plain torch optimizer.
+* :func:`sum_gradients`, :func:`gradient_norm`: for a split model under a plain torch optimizer.
 * :func:`in_parts`, :func:`cross_entropy`: the loss of a vocabulary that is dealt.
 
 What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.

@@ -22,4 +22,5 @@ from .region import Region as Region
 from .splitting import split as split
 from .summary import Summary as Summary
 from .summary import summary as summary
+from .summing import gradient_norm as gradient_norm
 from .summing import sum_gradients as sum_gradients

@@ -106,7 +106,8 @@ class TensorParallelConfig(Section):
         ):  # fmt: skip
             value: Any = getattr(self, key)
             try:
-                if value is not None:
-                    read(value)
-            except (ValueError, TypeError, AttributeError) as error:
+                found = None if value is None else read(value)
+                if isinstance(found, Plan) and not found.rules:
+                    yield f"{where}.plan has no rules, so that every rank would keep the whole model"
+            except ValueError as error:
                 yield f"{where}.{key}: {error}"

@@ -91,7 +91,16 @@ class _Pair:
 
 
 def _watched(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[nn.Module, dict[str, _Called]]:
-    """A copy in fp64 and what its forward called: outputs are leaves."""
+    """A copy in fp64 and what its forward called: outputs are leaves.
+
+    Raises:
+        ValueError: it has no values to look at.
+    """
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            f"a {type(model).__name__} on the meta device has no values, from which a plan could be guessed; give a "
+            "small one of the same class."
+        )
     model = copy.deepcopy(model).double().eval()
     called = {
         path: _Called(path, module)
@@ -131,7 +140,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _reached(tensors: Sequence[torch.Tensor], called: Sequence[_Called]) -> list[_Called]:
-    if not tensors:
+    if not tensors or not called:
         return []
     draws = torch.Generator().manual_seed(0)
     total = torch.stack([(x * torch.randn(x.shape, generator=draws, dtype=x.dtype)).sum() for x in tensors]).sum()

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from zoo.tensor.plans import Plan
+from zoo.tensor.reading import listed
 from zoo.tensor.ways import Way, family_of, plan_of_ways
 
 WHOLE = frozenset({"gate", "kv_a_proj_with_mqa", "q_a_proj", "router", "shared_expert_gate"})
@@ -36,6 +37,7 @@ def plan_of_injection_policy(model: nn.Module, policy: Policy | Sequence[str]) -
         ValueError: no module of the class is there, or none of its layers has one of the names, or no rule can be made
             of a layer.
     """
+    _check(policy)
     family = family_of(model)
     classes: Policy = policy if isinstance(policy, Mapping) else _of_names(model, policy)
     ways: dict[str, Way] = {}
@@ -57,6 +59,21 @@ def plan_of_injection_policy(model: nn.Module, policy: Policy | Sequence[str]) -
                 f"it has {', '.join(name for name, m in within[0][1].named_modules() if _is_linear(m))}."
             )
     return plan_of_ways(model, ways, "injection policy")
+
+
+def _check(policy: Any) -> None:
+    """Raise ValueError for what is no policy, or says nothing."""
+    each = list(policy.values()) if isinstance(policy, Mapping) else [policy]
+    names = [
+        [given] if isinstance(given, str) and isinstance(policy, Mapping) else listed("an injection policy", given)
+        for given in each
+    ]
+    empty = not names or any(not of_one for of_one in names)
+    if empty or any(not isinstance(name, str) or not name.strip(".") for of_one in names for name in of_one):
+        raise ValueError(
+            f"the injection policy is {policy!r}; it takes names of row-parallel layers, ['o_proj', 'down_proj'], or "
+            "such names by the class of a module."
+        )
 
 
 def _ways_within(

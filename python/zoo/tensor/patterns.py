@@ -26,6 +26,7 @@ from torch import nn
 
 from zoo.registry import nearest
 from zoo.tensor.plans import Plan
+from zoo.tensor.reading import check, listed, mapping
 from zoo.tensor.ways import Way, plan_of_ways
 
 Shape = tuple[int | tuple[int, ...], ...]
@@ -68,9 +69,7 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         self.partition_type = PartitionType(self.partition_type)
-        given: Any = self.patterns
-        if isinstance(given, str) or any(type(pattern) is not str for pattern in given):
-            raise ValueError(f"patterns {self.patterns!r}; it takes a list of regular expressions.")
+        check(LayerSpec, {f.name: getattr(self, f.name) for f in fields(LayerSpec)}, what="a spec", free=("shape",))
         for pattern in self.patterns:
             try:
                 re.compile(pattern)
@@ -81,7 +80,7 @@ class LayerSpec:
         if self.grad_allreduce and self.partition_type is not PartitionType.SKIP:
             raise ValueError(f"{self}: grad_allreduce is for partition_type 'skip'.")
         if self.shape is not None:
-            sizes: Any = self.shape  # lists, of JSON
+            sizes: Any = listed("the shape of a spec", self.shape)
             self.shape = tuple(tuple(size) if isinstance(size, list) else size for size in sizes)
             self._check(self.shape)
 
@@ -192,9 +191,11 @@ class PartitionConfig:
         Raises:
             ValueError: keys that it does not know, and values that are not allowed.
         """
-        given = dict(_known(cls, data))
-        specs = given.pop("layer_specs", None) or []
-        return cls(layer_specs=[LayerSpec(**_known(LayerSpec, {"patterns": (), **spec})) for spec in specs], **given)
+        given = dict(_known(cls, mapping("partition_config", data)))
+        specs = listed("partition_config.layer_specs", given.pop("layer_specs", None) or [])
+        read = [_known(LayerSpec, mapping("one of partition_config.layer_specs", spec)) for spec in specs]
+        check(PartitionConfig, given, what="partition_config")
+        return cls(layer_specs=[LayerSpec(**{"patterns": (), **spec}) for spec in read], **given)
 
     def spec_of(self, name: str, model_type: str | None = None) -> LayerSpec | None:
         """The first for a parameter."""

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from zoo.tensor.dims import Dims, stored
+from zoo.tensor.reading import check, listed, mapping
 from zoo.tensor.shares import HEAD, KV, Run, Share
 
 AXIS = "tensor"
@@ -187,6 +188,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         known = dict(self.sizes)
+        wrong = {name: number for name, number in self.sizes if type(number) is not int or number < 1}
+        if wrong:
+            raise ValueError(f"plan {self.name!r} has the sizes {wrong}; a size is an integer from 1 on.")
         if known.get(HEAD, 0) % known.get(KV, 1):
             raise ValueError(
                 f"plan {self.name!r} has {known[HEAD]} query heads for {known[KV]} of keys and values, which do not "
@@ -236,12 +240,13 @@ class Plan:
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Plan:
-        """Raises ValueError for names that it does not know."""
+        """Raises ValueError for names that it does not know, and for values of other types."""
         lists = {"rules": Rule, "counts": Count, "takes": Take}
-        given = dict(data)
-        given["sizes"] = tuple(dict(given.get("sizes", {})).items())
+        given = mapping("a plan", data)
+        given["sizes"] = tuple(mapping("sizes of a plan", given.get("sizes", {})).items())
         for key, kind in lists.items():
-            given[key] = tuple(_made(kind, _plain(item)) for item in given.get(key, ()))
+            items = listed(f"{key} of a plan", given.get(key, ()))
+            given[key] = tuple(_made(kind, _plain(mapping(f"one of the {key} of a plan", item))) for item in items)
         return _made(cls, given)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
@@ -262,6 +267,7 @@ def _made(kind: Any, given: Mapping[str, Any]) -> Any:
     if unknown:
         allowed = ", ".join(f.name for f in fields(kind))
         raise ValueError(f"{kind.__name__.lower()} got {', '.join(unknown)}; it has {allowed}.")
+    check(kind, given, what=f"a {kind.__name__.lower()}")
     return kind(**given)
 
 

@@ -156,7 +156,10 @@ def _compare(
 
     def one(comm: Communicator) -> tuple[float, float]:
         mine = copies[comm.rank]
-        split_alone(mine, plan, comm, training=training, grain=grain, sequence=sequence)
+        try:
+            split_alone(mine, plan, comm, training=training, grain=grain, sequence=sequence)
+        except ValueError as error:  # plan and degree do not fit, which says what to do
+            raise _Different(f"{what} is refused: {error}") from None
         found = _compute(mine, steps, training)
         outputs = 0.0
         for name, value in expected.outputs.items():
@@ -181,7 +184,7 @@ def _compare(
 
 
 class _Different(Exception):
-    """Ranks compute something else."""
+    """Ranks compute something else, or cannot be made; with the whole sentence."""
 
 
 def _near(found: torch.Tensor, expected: torch.Tensor, scale: float, name: str, what: str) -> float:

@@ -232,6 +232,12 @@ def _changes(model: nn.Module, plan: Plan, setting: Setting, region: Region) -> 
             continue  # experts that see to it themselves what ranks of every axis have of them (zoo.layout.enter_mesh)
         if part_of(module) is not None:
             raise ValueError(f"{path} is split already; a model is split once.")
+        holder = model.get_submodule(path.rpartition(".")[0])
+        if holder is not module and isinstance(holder, nn.MultiheadAttention):
+            raise ValueError(
+                f"{path} lies in a {type(holder).__name__}, which computes with its weight and does not call it; leave "
+                "it whole, or write attention with linear layers of its own."
+            )
         found.append(_change(path, module, rule, plan, setting, region))
     missing = [rule.module for rule in plan.rules if rule.module not in fitting]
     if missing:

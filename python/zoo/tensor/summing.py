@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from zoo.comm import Communicator
 from zoo.layout import split_of
 from zoo.tensor.layers import part_of
 from zoo.tensor.plans import AXIS
@@ -18,8 +19,11 @@ def sum_gradients(model: nn.Module, *, axis: str = AXIS) -> None:
     For a split model under a plain torch optimizer, once between ``backward`` and ``step``; ``zoo.zero`` does it by
     itself. Collective over the axis. A parameter without a gradient on some ranks gets that of the others; one that
     asks for none is left out.
+
+    ``torch.nn.utils.clip_grad_norm_`` takes this rank's parts for the whole model, so that each rank is clipped by
+    another number: see :func:`gradient_norm`.
     """
-    comm = next((part.region.comm for module in model.modules() if (part := part_of(module)) is not None), None)
+    comm = _comm_of(model)
     if comm is None:
         return
     for parameter in model.parameters():
@@ -29,3 +33,31 @@ def sum_gradients(model: nn.Module, *, axis: str = AXIS) -> None:
             grad = parameter.grad.contiguous()
             comm.all_reduce(grad).wait()
             parameter.grad = grad
+
+
+@torch.no_grad()
+def gradient_norm(model: nn.Module, *, axis: str = AXIS) -> torch.Tensor:
+    """√ Σ g² over all gradients g of the whole model: the same number on all ranks, whatever the degree.
+
+    After :func:`sum_gradients`, and before ``torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)``.
+    Collective over the axis. A tensor (), in fp32 at least. Parts of ranks do not overlap in a model that was split
+    with ``training=True``.
+    """
+    comm = _comm_of(model)
+    # Of what all ranks have alike, and of parts.
+    squares = [torch.zeros((), dtype=torch.float32) for _ in range(2)]
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dtype = torch.promote_types(parameter.grad.dtype, torch.float32)
+            square = torch.linalg.vector_norm(parameter.grad, dtype=dtype).square()
+            in_parts = int(axis in split_of(parameter).axes)
+            squares[in_parts] = squares[in_parts].to(square.device) + square
+    if comm is not None:
+        parts = squares[1].double()  # of one dtype on ranks whose parameters lack other gradients
+        comm.all_reduce(parts).wait()
+        squares[1] = parts.to(squares[1].dtype)
+    return (squares[0].to(squares[1].device) + squares[1]).sqrt()
+
+
+def _comm_of(model: nn.Module) -> Communicator | None:
+    return next((part.region.comm for module in model.modules() if (part := part_of(module)) is not None), None)

@@ -14,6 +14,7 @@ from torch import nn
 from zoo.config import ConfigError
 from zoo.deepspeed.adapters.communication import comm as dist
 from zoo.deepspeed.adapters.configuration.data_classes import AUTOTP_MODE
+from zoo.deepspeed.adapters.utilities.logs import warning_once
 
 _MODELS: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 _mode = {"training": False}
@@ -43,7 +44,8 @@ def tp_model_init(
     """Remember for ``deepspeed.initialize(model=model)``, which cuts the model, over how many ranks.
 
     Args:
-        tp_size: ranks that have parts of the same layers. dtype: of the parameters; the document may say no other.
+        tp_size: ranks that have parts of the same layers. dtype: of the parameters; the document may say no other, and
+            casts them by ``bf16`` or ``fp16``, without which they stay as they are, with a warning.
         config: a document whose section ``tensor_parallel`` counts where the one of ``initialize`` has none.
         tp_group: of these ranks; by default consecutive ones.
 
@@ -98,6 +100,13 @@ def with_model_init(document: dict[str, Any], model: nn.Module, mpu: Any) -> dic
         asked = document.get(name)
         if isinstance(asked, Mapping) and asked.get("enabled") and dtype is not kind:
             raise ConfigError(f"Conflicting dtype: {name} is enabled, and tp_model_init got dtype={dtype}.")
+    cast = any(isinstance(document.get(name), Mapping) and document[name].get("enabled") for name in _DTYPES)
+    others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
+    if others and not cast:
+        warning_once(
+            f"tp_model_init got dtype={dtype}, and the parameters stay {', '.join(sorted(map(str, others)))}: the "
+            f"document enables neither bf16 nor fp16, which cast them. Enable one, or call model.to({dtype}) before."
+        )
     wanted = section.get("dtype")
     if wanted is not None and _NAMES.get(str(wanted).lower(), wanted) is not dtype:
         raise ConfigError(f"Conflicting dtype: tensor_parallel.dtype is {wanted}, tp_model_init got dtype={dtype}.")
