@@ -11,7 +11,7 @@ from collections.abc import Iterator
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-from tests import bounded, cpu, processes, profiles
+from tests import bounded, cpu, matrices, processes, profiles
 
 profiles.load()
 
@@ -36,8 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(processes.make_folder())
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: one that starts last leaves the other workers idle. The order stays as it is otherwise."""
+    """Two thirds of the cases of each matrix are slow tests. Long tests first: one that starts last leaves the other
+    workers idle. The order stays as it is otherwise."""
+    for item in matrices.rest(items):
+        item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -321,6 +321,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", sorted(DAMAGE))
 def test_damage_is_named(tmp_path: Path, kind: str) -> None:
     write(tmp_path, 3)

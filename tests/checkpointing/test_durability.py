@@ -66,6 +66,7 @@ def crash(disk: ModelDisk, at: int, job: Callable[[], Any]) -> bool:
     return False
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("second", ["two", "one"])
 @pytest.mark.parametrize("entries", ENTRIES)
 @pytest.mark.parametrize("size", [1, 2])
@@ -183,6 +184,7 @@ def test_what_is_forced_in_which_order() -> None:
     assert [call for call in calls if call.startswith("sync")] == FORCED
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("place", range(len(FORCED)))
 def test_every_fsync_is_needed(place: int) -> None:
     """Each fsync left out alone, as if its line were deleted: some crash then loses what save() has returned."""

@@ -87,6 +87,7 @@ def universal(folder: Path) -> Any:
 NAMES = ["bias", "weight"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("reader", "wanted"),
     [

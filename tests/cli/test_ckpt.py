@@ -258,6 +258,7 @@ PREPARED: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", sorted(PREPARED))
 def test_whatever_a_directory_holds_is_one_sentence(tmp_path: Path, kind: str) -> None:
     write(tmp_path / "run", 2)

@@ -53,6 +53,7 @@ def test_bytes_are_those_of_the_formula(kind: dict[str, object], tmp_path: Path)
     assert held < (tmp_path / "model").stat().st_size < held + 6000
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("into", ["dense", "packed", "meta"])
 @torch.no_grad()

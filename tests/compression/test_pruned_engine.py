@@ -116,6 +116,7 @@ CHANNELS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("given", ["model", "engine", "copy"])
 def test_the_engine_may_be_there_still_when_the_model_becomes_smaller(stage: int, given: str) -> None:

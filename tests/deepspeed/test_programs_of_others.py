@@ -171,6 +171,7 @@ def test_a_step_that_is_refused_counts_no_samples() -> None:
     assert (engine.global_steps, engine.global_samples) == (1, 2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kept", ["everywhere", "nowhere", "on rank 0"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_model_that_has_an_engine_gets_another(stage: int, kept: str, caplog: pytest.LogCaptureFixture) -> None:

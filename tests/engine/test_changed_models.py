@@ -115,6 +115,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("change", "stage"), CASES)
 def test_what_is_saved_is_called_as_it_is_now(tmp_path: Path, stage: int, change: Callable[[Any], None]) -> None:
     def job(rank: int) -> dict[str, torch.Tensor]:
@@ -143,6 +144,7 @@ def test_what_is_saved_is_called_as_it_is_now(tmp_path: Path, stage: int, change
     assert load_file(tmp_path / "model.safetensors").keys() == names
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("change", "stage"), CASES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_goes_on_in_a_model_that_was_built_so(
@@ -221,6 +223,7 @@ WAYS: dict[str, Callable[[Engine, Path], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [prune, prune_frozen, tie, mix])

@@ -22,6 +22,7 @@ def damage(root: Path, tag: str) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 3])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_newest_whole_one_is_loaded_instead(

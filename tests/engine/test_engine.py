@@ -79,6 +79,7 @@ def test_one_rank_is_plain_torch() -> None:
         assert loss.item() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_ranks_and_accumulation_change_nothing_but_rounding(number: int, accumulation: int) -> None:
@@ -238,6 +239,7 @@ def test_resuming_is_never_having_stopped_to_the_last_bit(tmp_path: Path, number
         assert head[rank] + tail[rank] == expected[rank]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("writers", "wrote"), [(1, 0), (2, 1), (4, 3)])
 @pytest.mark.parametrize(("readers", "reads"), [(2, 0), (4, 2), (1, 3)])
 def test_any_stage_and_world_size_continues_any_other(

@@ -23,6 +23,7 @@ def fails(_: Any) -> Any:
     raise ZeroDivisionError("in a schedule of the user's own")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("changes", [{}, PLD], ids=["plain", "parts"])
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_the_model_can_be_used_again(number: int, changes: dict[str, Any]) -> None:

@@ -112,6 +112,7 @@ def raises(wrong: Any, kind: type[Exception], text: str, fails_here: bool, faili
         assert "and more of it" not in str(caught.value)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("moment", list(WRONG))
 @given(world=st.integers(2, 3), failing=st.integers(0, 2), stage=st.integers(0, 3))
 def test_the_others_are_told_at_once(moment: str, world: int, failing: int, stage: int) -> None:
@@ -142,6 +143,7 @@ OF_FACADE: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exce
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("moment", list(OF_FACADE))
 @given(world=st.integers(2, 3), failing=st.integers(0, 2), stage=st.integers(0, 3), again=st.booleans())
 def test_of_the_facade_too(moment: str, world: int, failing: int, stage: int, again: bool) -> None:
@@ -164,6 +166,7 @@ def test_of_the_facade_too(moment: str, world: int, failing: int, stage: int, ag
     sim.run(world, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "moment", ["no file", "unknown key", "bad option", "factory", "later", "data", "part", "schedule"]
 )

@@ -86,6 +86,7 @@ def refused(folder: Path, stage: int, said: str, optimizer: str = "AdamW", **opt
     sim.run(2, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(
     ("then", "now", "said"),

@@ -70,6 +70,7 @@ def zeros_like(buffer: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_come_back_from_a_checkpoint(tmp_path: Path, kind: str, asynchronous: bool) -> None:

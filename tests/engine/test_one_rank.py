@@ -93,6 +93,7 @@ CASES: list[tuple[Callable[[Engine, int, Path], None], str]] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize(("wrong", "sentence"), CASES)
 def test_a_rank_that_is_wrong_alone(

@@ -57,6 +57,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("steps", [0, 1, 3, 5])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_checkpoint_of_any_phase_goes_on(tmp_path: Path, way: dict[str, Any], steps: int) -> None:

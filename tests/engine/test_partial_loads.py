@@ -40,6 +40,7 @@ def saved(rank: int, folder: Path, number: int) -> tuple[States, States, float]:
     return before, states(engine), engine.get_lr()[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 @pytest.mark.parametrize("what", ["optimizer", "schedule", "module"])
 def test_what_is_not_wanted_stays(tmp_path: Path, number: int, what: str) -> None:

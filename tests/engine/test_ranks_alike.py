@@ -83,6 +83,7 @@ def _set(engine: Engine, key: str, value: Any) -> None:
     engine.optimizer.param_groups[0][key] = value
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("clipping", [0.0, 100.0])
 @pytest.mark.parametrize("kind", list(CHANGES))
@@ -282,6 +283,7 @@ def drop_one(engine: Engine) -> None:
     next(engine.module.parameters()).grad = None
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("clipping", [0.0, 0.1])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("drop", [drop_by_engine, drop_by_model, drop_one])
@@ -356,6 +358,7 @@ def write_state(model: Any, value: torch.Tensor) -> None:
 WRITES = [(write, stage) for write in (write_in_place, write_data, write_state) for stage in range(3)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("write", "stage"), [*WRITES, (write_data, 3)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_values_that_ranks_write_otherwise_are_told(

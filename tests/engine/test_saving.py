@@ -76,6 +76,7 @@ def zero_of(stage: int, device: str, folder: Path) -> dict[str, Any]:
 PLACES = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu"), (3, "nvme")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "device"), PLACES)
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -83,6 +83,7 @@ def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tole
 SCALES = [(256.0, 256.0), (64.0, 1024.0), (1024.0, 64.0), (-8.0, -12.0), (None, None)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("caller", ["maker", "critic"])
 @pytest.mark.parametrize("scales", SCALES)
@@ -105,6 +106,7 @@ def test_one_backward_trains_both(stage: int, caller: str, scales: tuple[float |
     near(first, plain(4), 1e-5 if scales[0] is None else 5e-3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("scales", SCALES)
 def test_a_gan_trains_its_two_nets_in_turn(stage: int, scales: tuple[float | None, float | None]) -> None:

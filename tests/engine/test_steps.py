@@ -518,6 +518,7 @@ def test_joining_the_process_group() -> None:
     sim.run(2, lambda rank: initialize(BASE, net(), dist_init_required=True) and None)  # it is there already
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "changes",

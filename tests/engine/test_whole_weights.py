@@ -18,6 +18,7 @@ from zoo.checkpointing.consolidation import (
 from zoo.checkpointing.zero_to_fp32 import Checkpoint, state_dict_of, tensors_of
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "device"), [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "nvme")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_a_fresh_model_takes_is_what_was_trained(tmp_path: Path, stage: int, device: str, precision: str) -> None:

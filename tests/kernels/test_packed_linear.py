@@ -208,6 +208,7 @@ def test_one_scale_a_row_and_leading_dims() -> None:
 # Gradients ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_gradients_of_x_and_bias(bits: int, symmetric: bool) -> None:

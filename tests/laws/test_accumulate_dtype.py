@@ -154,6 +154,7 @@ SUMS = Precision(accumulate=FP32)
 STEPS = [[False, True, True], [True, False]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, zoo.optim.AdamW])

@@ -304,6 +304,7 @@ def test_forward_only_from_shards() -> None:
     sim.run(case.world, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 def test_they_compute_in_another_dtype_and_come_back_as_they_were(stage: int) -> None:
     case = Case(stage=stage, hidden=5)

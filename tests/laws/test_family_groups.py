@@ -213,6 +213,7 @@ def test_quantised_gradients_arrive_within_the_bound(case: Case, bits: int, loca
             assert float((arrived[name] - exact).abs().max()) <= bound, name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("case", "other"),
     [

@@ -80,6 +80,7 @@ def test_a_warm_up_is_adam_bit_for_bit(placement: dict[str, Any]) -> None:
     assert same(warm, plain)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", [ADAM, LAMB, ZERO_ONE | {"local_step_clipper": 1}], ids=["Adam", "Lamb", "ZeroOne"])
 @pytest.mark.parametrize("placements", [PURE[1:], GROUPS], ids=["all ranks", "groups"])
 def test_stages_have_the_same_bits(way: dict[str, Any], placements: list[dict[str, Any]]) -> None:
@@ -164,6 +165,7 @@ def test_nothing_is_lost_over_a_change_of_ranks(before: Any, after: Any, way: di
         assert same(loaded[0][2], saved[0][3])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", [ZERO_ONE, LOCAL, DILOCO], ids=["ZeroOne", "LocalSGD", "DiLoCo"])
 @pytest.mark.parametrize("placement", [{"stage": 0}, {"stage": 2, "mics_shard_size": 2}], ids=str)
 @pytest.mark.parametrize("other", [3, 4])
@@ -211,6 +213,7 @@ def test_ranks_that_step_by_themselves_are_saved(way: dict[str, Any], placement:
                 torch.testing.assert_close(own[name], mean)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", [ADAM, LAMB, ZERO_ONE], ids=["Adam", "Lamb", "ZeroOne"])
 @pytest.mark.parametrize("placement", [{"stage": 0}, {"stage": 2}, {"stage": 3, "mics_shard_size": 2}], ids=str)
 def test_a_state_dict_goes_on_with_the_same_bits(way: dict[str, Any], placement: dict[str, Any]) -> None:
@@ -234,6 +237,7 @@ def test_a_state_dict_goes_on_with_the_same_bits(way: dict[str, Any], placement:
     sim.run(4, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", [ADAM, LAMB, ZERO_ONE, DILOCO], ids=["Adam", "Lamb", "ZeroOne", "DiLoCo"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_step_that_is_skipped_changes_nothing(way: dict[str, Any], bad: float) -> None:
@@ -277,6 +281,7 @@ def test_clipping_is_by_the_root_mean_square_of_the_ranks_norms(placement: dict[
 WAYS = {"Adam": ADAM, "Lamb": LAMB, "ZeroOne": ZERO_ONE, "LocalSGD": LOCAL, "DiLoCo": DILOCO}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize(("placement", "clip"), [(p, i % 2) for i, p in enumerate(PURE + GROUPS)], ids=str)
 def test_the_forecast_is_what_is_sent_and_held(way: dict[str, Any], placement: dict[str, Any], clip: float) -> None:

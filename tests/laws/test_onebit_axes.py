@@ -323,6 +323,7 @@ def rank_of(case: Case, kind: str, place: tuple[int, ...]) -> int:
     return place[1] if kind == "experts" else place[1] * case.expert + place[2]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @examples(times=0.34)
 @given(case=cases())
@@ -359,6 +360,7 @@ STAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("way", "case", "placements"), STAGES.values(), ids=STAGES)
 def test_stages_have_the_same_bits(way: dict[str, Any], case: Case, placements: list[dict[str, Any]]) -> None:
     def fn(rank: int, placement: dict[str, Any]) -> Any:

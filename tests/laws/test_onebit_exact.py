@@ -100,6 +100,7 @@ class Twice(nn.Module):
         return self.first(torch.cat([x, y])).sum()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("placement", [{"stage": 0}, {"stage": 2}, GROUPS[2]], ids=str)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_parameter_that_is_tied_on_one_rank_is_one(way: dict[str, Any], placement: dict[str, Any]) -> None:

@@ -212,6 +212,7 @@ def state_of(saved: list[Any]) -> Any:
     return read, scalars
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("steps", [0, 1, 4])
 @pytest.mark.parametrize("before", [AdamW, OnebitAdam])
 @pytest.mark.parametrize("placement", [*PURE, GROUPS[2]], ids=str)

@@ -234,6 +234,7 @@ class Table(nn.Module):
         return self.table(tokens)  # type: ignore[no-any-return]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("touched", [[0, 0], [5, 0], [20, 7], [240, 100], [300, 300], [400, 0], [0, 599]])
 def test_bytes_on_the_wire(stage: int, touched: list[int]) -> None:

@@ -121,6 +121,7 @@ def test_a_record_says_how_experts_are_used() -> None:
     assert all(0 < found[f"moe/mixtures.{i}/entropy"] <= 1 for i in (0, 1))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [((2, 4, 3), (4, 4, 1)), ((4, 4, 0), (1, 4, 2)), ((2, 2, 2), (4, 4, 3)), ((1, 4, 1), (2, 2, 3))],

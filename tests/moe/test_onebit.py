@@ -54,6 +54,7 @@ def values(engine: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.optimizer.whole_parameters()}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", WAYS)
 def test_a_pipeline_with_experts_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     """With the same bits on the same mesh, between two agreements too; and on others with what the ranks have in

@@ -35,6 +35,7 @@ def trained(family: str, ranks: int, **document: Any) -> list[tuple[list[float],
     return sim.run(ranks, fn, seed=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("family", "degree", "experts", "data", "stage"),
     [("mixtral", 2, 2, 1, 3), ("qwen3_moe", 2, 1, 2, 0), ("deepseek_v3", 2, 2, 1, 1), ("qwen2_moe", 3, 2, 1, 2)],

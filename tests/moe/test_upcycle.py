@@ -62,6 +62,7 @@ def summed(layer: UpcycledMLP, kind: str) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (4, 1), (4, 2), (3, 3)])
 def test_it_is_the_same_function(kind: str, num_experts: int, k: int) -> None:

@@ -136,6 +136,7 @@ A_FEW = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", COSTLY)  # each run starts processes: no drawn records
 @pytest.mark.parametrize("written", [A_FEW, A_FEW[1:2]])
 def test_its_reader_finds_what_was_written_by_another_process(name: str, written: list[StepRecord]) -> None:

@@ -181,6 +181,7 @@ def test_fresh_values_have_the_distribution_of_the_whole_layer() -> None:
         torch.testing.assert_close(parameter.std().item(), bound / 3**0.5, rtol=0.15, atol=0.0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stage", "dtype"), [(0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)]
 )

@@ -265,6 +265,7 @@ def run_zero(entry: Entry, stage: int, rank: int, dtype: torch.dtype, **more: An
     return optimizer.consolidated_parameters()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ALONE)
@@ -278,6 +279,7 @@ def test_all_zero_stages_compute_the_same_bits(name: str, dtype: torch.dtype, wo
                 assert torch.equal(value, runs[0][0][key]), key
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [n for n in ALONE if BATTERY[n].smooth or BATTERY[n].cls is optim.Muon])
 def test_zero_computes_what_one_process_does(name: str) -> None:
     entry = BATTERY[name]

@@ -55,6 +55,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", WRONG)
 def test_a_layer_that_does_not_fit_is_named_before_anything_is_sent(name: str, precision: str) -> None:

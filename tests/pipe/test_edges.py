@@ -99,6 +99,7 @@ def reentrant(function: Any, x: torch.Tensor) -> Any:
     return checkpoint(function, x if x.requires_grad else x.clone().requires_grad_(), use_reentrant=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", ["of the model", "re-entrant", "of the layer", "of the layer, in two parts"])
 def test_losses_are_attached_in_what_is_repeated(how: str) -> None:
     if how.startswith("of the layer"):

@@ -110,6 +110,7 @@ def test_data_that_fail_on_one_rank() -> None:
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -203,6 +204,7 @@ def test_attach_loss_elsewhere() -> None:
         attach_loss(torch.ones(2), torch.ones(2))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"])
 @pytest.mark.parametrize("num_micro", [1, 2])
 def test_fewer_micro_batches_than_stages(schedule: str, num_micro: int) -> None:

@@ -195,6 +195,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_pipeline_trains_as_one_process_does(case: Case) -> None:
     check(case)

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_what_differs_is_named(stage: int, case: str) -> None:

@@ -138,6 +138,7 @@ READS_NO_VALUES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("reads", READS_NO_VALUES)
 @pytest.mark.parametrize("what", ["parameter", "data", "detach", "torch.detach", "data.data"])
 @pytest.mark.parametrize("how", ["optimizer", "Init"])

@@ -40,12 +40,14 @@ def split_models_generate(name: str, degree: int) -> None:
     sim.run(degree, fn, seed=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", DECODERS)
 def test_split_models_generate_what_whole_ones_do(name: str) -> None:
     """Left-padded, with a cache; six heads at degree 4, or nine at degree 2, do not divide."""
     split_models_generate(name, 2 if config_of(name).num_attention_heads == 9 else 4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_plans_of_families_are_proved(name: str, degree: int) -> None:

@@ -237,6 +237,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "given"), CONFIGS)
 def test_models_of_a_family_are_proved(family: str, given: dict[str, Any]) -> None:
     model = pytest.importorskip("tests.tensor.hub").model_of(family)

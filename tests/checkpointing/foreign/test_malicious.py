@@ -185,6 +185,7 @@ def test_doubling_takes_no_memory_and_no_time() -> None:
         unpickle(b"\x80\x02}" + double[2:] + b"Ns.", "it")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "piece",
     [b"]", b"}", b"\x8f", b")", b"(", b"\x85", b"(t", b"(d", b"(l", b"(\x91", b"2", b"2\x86", b"]\x94", b"\x94",

@@ -209,6 +209,7 @@ class Custom(nn.Module):
 HOWS = [name for name, found in vars(Custom).items() if callable(found) and not name.startswith("__")]
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
 @pytest.mark.parametrize("override", [True, False])
 @pytest.mark.parametrize("how", HOWS)

@@ -188,6 +188,7 @@ def test_a_cap_that_is_too_small_is_an_error_with_the_need(tmp_path: Path, caplo
     assert caplog.text == ""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("direction", ["read", "write"])
 @pytest.mark.parametrize("after", range(0, 24, 3))
 @pytest.mark.parametrize("early", [False, True])

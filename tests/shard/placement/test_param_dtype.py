@@ -283,6 +283,7 @@ def test_a_checkpoint_of_the_model_in_fp32_loads_into_it(stage: int, cls: Any) -
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("tier", ["none", "nvme"])
 def test_models_that_are_partitioned_while_they_are_built(stage: int, tier: str, tmp_path: Path) -> None:

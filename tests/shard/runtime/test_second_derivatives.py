@@ -115,6 +115,7 @@ def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("overlap", [True, False])
@@ -137,6 +138,7 @@ def test_a_backward_through_gradients_of_inputs_is_torchs(
         check(found, twin(cls, loss, 3, world))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(("cls", "loss"), [(Net, slope), (Flat, with_loss), (Energy, forces)])

@@ -135,6 +135,7 @@ def rows(rank: int, micro: int) -> torch.Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * micro + rank))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("max_bytes", [None, 0, 10**6])
@@ -247,6 +248,7 @@ def _raise(*_: Any) -> None:
     raise ArithmeticError("on purpose")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("place", ["forward", "backward", "between", "backward_inputs", "backward_weights", "caught"])
 @pytest.mark.parametrize("max_bytes", [None, 500])

@@ -40,6 +40,7 @@ def one_step(model: Blocks, optimizer: ZeroOptimizer, rank: int) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("write", [by_numpy, by_dlpack])
 @pytest.mark.parametrize("options", [{}, {"offload_optimizer": {"device": "cpu"}}, {"reduce_bucket_size": 1}])
 @pytest.mark.parametrize("stage", [0, 1, 2])

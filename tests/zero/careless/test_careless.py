@@ -69,6 +69,7 @@ def test_a_whole_forward_that_only_some_ranks_lead_to_the_loss(stage: int) -> No
     sim.run(3, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_forwards_then_two_backwards_in_any_order(stage: int, order: tuple[int, int]) -> None:
@@ -84,6 +85,7 @@ def _raise(*_: Any) -> None:
     raise ArithmeticError("on purpose")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("place", ["forward", "backward", "hook"])
 @pytest.mark.parametrize("overlap", [True, False])
@@ -145,6 +147,7 @@ def test_zero_grad_between_forward_and_backward(stage: int) -> None:
 # 3: gradients for something else -------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["grad", "inputs", "weights"])
 def test_gradients_for_inputs_are_no_step(stage: int, way: str) -> None:
@@ -214,6 +217,7 @@ def _write_state_dict(model: nn.Module, name: str, value: torch.Tensor) -> None:
 WRITES = [_write_data, _write_through_data, _write_in_place, _write_state_dict]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -138,6 +138,7 @@ def _interrupted(model: Any, run: Callable[[Any, torch.Tensor], torch.Tensor], w
     handle.remove()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("where", ["first", "blocks.1"])
 @pytest.mark.parametrize("first", ["piecewise", "whole"])

@@ -84,6 +84,7 @@ def test_a_backward_after_a_forward_that_failed_on_one_rank() -> None:
     sim.run(2, fn, group_timeout_s=5.0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("interrupt", [False, True])
 @pytest.mark.parametrize("where", ["first", "blocks.1", "last"])

@@ -85,6 +85,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_compute_where_parameters_are_whole_and_are_refused_by_name(stage: int, transform: str) -> None:

@@ -137,6 +137,7 @@ LACKING: list[tuple[Callable[[dict[str, Any]], None], str]] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("take", "match"), LACKING)
 def test_a_state_that_lacks_something_is_refused_on_all_ranks(

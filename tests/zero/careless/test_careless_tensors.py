@@ -221,6 +221,7 @@ def test_a_copied_or_pickled_optimizer_is_refused(stage: int, way: Callable[[Any
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_whose_optimizer_is_gone_runs_and_says_what_was_missed(stage: int) -> None:
     def fn(rank: int) -> None:
@@ -323,6 +324,7 @@ def _channels_last(model: nn.Module) -> None:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "sync"), [(0, True), (0, False), (1, False), (2, False), (3, False)])
 @pytest.mark.parametrize("change", [_halve, _channels_last])
 def test_data_of_a_whole_gradient_is_what_is_stepped_with(stage: int, sync: bool, change: Callable[..., None]) -> None:

@@ -158,6 +158,7 @@ def test_a_step_inside_of_a_backward_is_refused(stage: int) -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_many_forwards_that_lead_to_one_loss(stage: int) -> None:
     def fn(rank: int) -> None:
@@ -174,6 +175,7 @@ def test_many_forwards_that_lead_to_one_loss(stage: int) -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("retain", [True, False])
 def test_one_backward_through_an_old_forward_and_a_new_one(stage: int, retain: bool) -> None:

@@ -64,6 +64,7 @@ def train(model: nn.Module, optimizer: Any, rank: int, after: Callable[[], objec
 # Instances -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cls", ALL)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD, zoo.optim.AdamW])
 @pytest.mark.parametrize("which", ["before", "after", "zero"])

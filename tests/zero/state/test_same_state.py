@@ -79,6 +79,7 @@ def _rate(state: dict[str, Any]) -> None:
     state["param_groups"] = [{**group, "lr": 0.5} for group in state["param_groups"]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("change", [_double, _one_moment, _rate])
 @pytest.mark.parametrize("stage", STAGES)
 def test_values_that_ranks_repeat(stage: int, change: Callable[[dict[str, Any]], None]) -> None:

@@ -139,6 +139,7 @@ def test_what_is_got_from_one_goes_into_any_other(
 # What the functions of torch touch ------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "masters"])
 def test_states_that_are_looked_for_before_the_first_step_change_nothing(stage: int, kind: str) -> None:
@@ -170,6 +171,7 @@ def test_states_that_are_looked_for_before_the_first_step_change_nothing(stage: 
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_states_that_are_split_are_rows_of_dtensors(stage: int) -> None:
     def fn(rank: int) -> None:

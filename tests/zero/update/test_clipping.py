@@ -102,6 +102,7 @@ def test_the_norm_is_known_without_clipping(stage: int) -> None:
             torch.testing.assert_close(found[name], parameter.detach() - 0.5 * parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("policy", ["skip", "error"])
 @pytest.mark.parametrize("number", [math.nan, math.inf])
@@ -140,6 +141,7 @@ def test_a_norm_that_is_not_finite_changes_nothing(stage: int, policy: str, numb
             torch.testing.assert_close(found[name], parameter.detach() - 0.5 * parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("clip_norm", [0.0, math.inf, 0.01])
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1.0])

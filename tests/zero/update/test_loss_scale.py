@@ -41,6 +41,7 @@ def _step_again(model: nn.Module, optimizer: Any, ranks: list[int], back: Callab
     optimizer.step()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("run", [_step_twice, _go_on_adding, _step_again])
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -220,6 +220,7 @@ def test_options_that_make_states_are_waited_for() -> None:
     assert optimizer.num_skipped == 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("asks", [True, False])
 def test_kept_gradients_get_the_scale_of_the_next_backward(stage: int, asks: bool) -> None:
@@ -300,6 +301,7 @@ def test_an_outcome_is_its_numbers() -> None:
     assert Outcome(None, sums).read() == (None, [1.0, 2.0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"loss_scale": "dynamic"}, {"clip_norm": 0.0}, {"clip_norm": math.inf}])

@@ -304,6 +304,7 @@ def under_zero(
     return [found[name] for name in names]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_at_stage_0_any_optimizer_computes_plain_torchs_numbers(kind: str, world: int) -> None:
@@ -312,6 +313,7 @@ def test_at_stage_0_any_optimizer_computes_plain_torchs_numbers(kind: str, world
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", WHOLE)
 def test_what_needs_whole_parameters_is_refused_where_ranks_split_them(kind: str) -> None:
     def fn(rank: int) -> str:
@@ -408,6 +410,7 @@ def biased(model: nn.Module) -> torch.optim.Optimizer:
 OF_STATES = {"dim": KINDS["dim"], "Adafactor": factored, "id": by_id, "biased": biased, "wrapped step": step_wrapped}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", OF_STATES)
 @pytest.mark.parametrize("form", ["slices", "state_dict"])
 def test_a_run_goes_on_from_its_saved_states(kind: str, form: str) -> None:

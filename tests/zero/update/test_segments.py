@@ -54,6 +54,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None
         assert torch.equal(value, theirs[key]), key
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("options", [{}, {"loss_scale": 8.0, "clip_norm": 0.1}], ids=["plain", "scaled"])
 def test_cuts_change_neither_weights_nor_states(stage: int, options: dict[str, Any]) -> None:
