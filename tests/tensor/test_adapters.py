@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from typing import Any
 
 import pytest
@@ -10,9 +11,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.profiles import examples
-
-pytest.importorskip("peft")
-import peft
 from tests.tensor import hub
 from tests.tensor.gradients import whole_gradients
 
@@ -21,6 +19,7 @@ from zoo.comm import Communicator
 from zoo.layout import split_of
 from zoo.tensor import Parts, in_parts, plan_of, split, summary
 
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 IDS = torch.randint(53, (2, 5), generator=torch.Generator().manual_seed(0))
 TARGETS = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"],
@@ -31,6 +30,8 @@ TARGETS = {
 
 
 def lora(name: str, targets: list[str], dropout: float = 0.0, **more: Any) -> Any:
+    import peft  # for seconds: not where tests are collected
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         config = peft.LoraConfig(
@@ -150,6 +151,8 @@ def test_other_adapters_are_told(name: str, more: dict[str, Any], told: str) -> 
 
 
 def test_prompts_that_are_learnt_and_shares_of_tokens_are_told() -> None:
+    import peft
+
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="with learnt prompts has no tensor-parallel plan"):
         plan_of(peft.get_peft_model(hub.model_of("llama"), config))
