@@ -17,7 +17,8 @@ MICRO_BATCH, BATCHES, RATE = 4, 16, 1e-2
 def net() -> torch.nn.Sequential:
     """The same on every rank and in the test."""
     torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    layers = (torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    return torch.nn.Sequential(*layers)  # of which fp8 converts the one in the middle
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +52,7 @@ def main() -> None:
             "engine": type(model).__name__,
             "stage": model.zero_optimization_stage(),
             "processes": accelerator.num_processes,
+            "layers": [type(layer).__name__ for layer in model.module],
             "losses": losses,
             "weights": sum(value.double().sum().item() for value in state.values()),
         }

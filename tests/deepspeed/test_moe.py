@@ -407,8 +407,9 @@ def test_weights_are_repacked() -> None:
         ep_repack.repack_expert_weights(fused, spec(expert_storage="fused_3d"), 0, 1)
 
 
+@pytest.mark.parametrize("written", ["experts", "experts_stage0"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_checkpoint_of_deepspeed_with_experts_goes_on_with_its_losses(stage: int) -> None:
+def test_a_checkpoint_of_deepspeed_with_experts_goes_on_with_its_losses(stage: int, written: str) -> None:
     from tests.checkpointing.foreign.golden_model import BEFORE, DECAY, LR, ROWS, Experts, batches, loss_of
     from tests.checkpointing.foreign.test_deepspeed import GOLDEN as CHECKPOINTS
 
@@ -422,7 +423,7 @@ def test_a_checkpoint_of_deepspeed_with_experts_goes_on_with_its_losses(stage: i
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         }
         engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=LR), config=config)[0]
-        engine.load_checkpoint(CHECKPOINTS / "experts", tag="step")
+        engine.load_checkpoint(CHECKPOINTS / written, tag="step")
         found = []
         for batch in batches(rank)[BEFORE:]:
             loss = loss_of(engine, batch)
@@ -431,7 +432,7 @@ def test_a_checkpoint_of_deepspeed_with_experts_goes_on_with_its_losses(stage: i
             found.append(float(loss.detach()))
         return found
 
-    theirs = json.loads((CHECKPOINTS / "experts" / "losses.json").read_text())
+    theirs = json.loads((CHECKPOINTS / written / "losses.json").read_text())
     for mine, expected in zip(sim.run(2, job), theirs, strict=True):
         assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
 

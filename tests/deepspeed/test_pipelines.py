@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.checkpointing.foreign import golden_model as golden
 from torch import nn
 from zoo.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -266,6 +267,50 @@ def test_a_checkpoint_of_deepspeed_with_a_shared_layer_goes_on_with_its_losses(s
     theirs = json.loads((folder / "losses.json").read_text())
     for mine, expected in zip(sim.run(2, job), theirs, strict=True):
         assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("written", ["pipeline", "pipeline_stage0"])
+@pytest.mark.parametrize(("stage", "stages"), [(0, 2), (1, 1)])
+def test_a_checkpoint_of_deepspeeds_pipeline_goes_on_with_its_losses(written: str, stage: int, stages: int) -> None:
+    folder = CHECKPOINTS / written
+
+    def job(rank: int) -> list[float]:
+        spec = deepspeed.pipe.LayerSpec
+        layers = [
+            spec(nn.Linear, 5, 7), torch.tanh, spec(nn.Linear, 7, 7), spec(nn.Linear, 7, 3), torch.tanh,
+            spec(nn.Linear, 3, 1),
+        ]  # fmt: skip
+        model = deepspeed.pipe.PipelineModule(
+            layers, num_stages=stages, loss_fn=nn.MSELoss(), partition_method="uniform"
+        )
+        config = {"train_micro_batch_size_per_gpu": golden.ROWS, "zero_optimization": {"stage": stage}}
+        config |= {"gradient_clipping": 0.0} if written == "pipeline_stage0" else {}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=golden.LR)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine.load_checkpoint(folder, tag="step")
+        data = iter(golden.batches(0)[golden.BEFORE :])
+        return [float(engine.train_batch(data)) for _ in range(golden.AFTER)]
+
+    theirs = json.loads((folder / "losses.json").read_text())
+    for mine, expected in zip(sim.run(stages, job), theirs, strict=False):
+        assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_a_shared_layer_without_zero_is_refused_on_all_ranks() -> None:
+    def job(rank: int) -> None:
+        model = golden.shared_ends(deepspeed.pipe, nn.MSELoss())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=golden.LR)
+        config = {"train_micro_batch_size_per_gpu": golden.ROWS}
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        with pytest.raises(ValueError, match=r"as where stages share a layer.*load_optimizer_states=False"):
+            engine.load_checkpoint(CHECKPOINTS / "pipeline_tied_stage0", tag="step")
+        engine.load_checkpoint(CHECKPOINTS / "pipeline_tied_stage0", tag="step", load_optimizer_states=False)
+        expected = load_file(CHECKPOINTS / "pipeline_tied_stage0" / "expected.safetensors")
+        mine = dict(model.named_parameters())
+        assert set(mine) == ({"tied_modules.ends.weight"} | {f"{(2, 5)[rank]}.{x}" for x in ("weight", "bias")})
+        assert all(torch.equal(p, expected[f"parameter|{name}"]) for name, p in mine.items())
+
+    sim.run(2, job)
 
 
 def test_a_pipeline_orders_its_own_accumulation() -> None:

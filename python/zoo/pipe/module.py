@@ -132,6 +132,10 @@ class PipelineModule(Documented, nn.Module):
             for number in range(self.bounds[stage], self.bounds[stage + 1]):
                 self._add(number)
         self._tie()
+        self.foreign_names = {
+            f"{number}.": f"tied_modules.{spec.key}." for number, spec in enumerate(self.specs)
+            if isinstance(spec, TiedLayerSpec)
+        }  # fmt: skip
         self.specs = [spec if number in self._calls else None for number, spec in enumerate(self.specs)]
         self.micro_offset = 0
         """Which forward this is: counted over (step, micro-batch, data-parallel rank) by the runner."""

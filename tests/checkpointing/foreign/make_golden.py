@@ -38,7 +38,10 @@ from tests.checkpointing.foreign.golden_model import (
 
 HERE = Path(__file__).parent / "golden"
 ROLES = {"fp32": "parameter", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-UNCONVERTED = ("stage0", "stage0_fp16", "stage2_round_robin", "pipeline", "pipeline_tied", "experts", "tensor_stage0")
+UNCONVERTED = (
+    "stage0", "stage0_fp16", "stage2_round_robin", "pipeline", "pipeline_tied", "pipeline_stage0",
+    "pipeline_tied_stage0", "experts", "experts_stage0", "tensor_stage0",
+)  # fmt: skip
 """Nothing to convert, experts and stages under the same names, and an order of parameters that DeepSpeed 0.19.8 writes
 wrongly into ``param_slice_mappings``, which its conversion follows: for these the live model says what is expected."""
 KEPT = ("stage2", "stage3")
@@ -61,7 +64,10 @@ CASES: dict[str, dict[str, Any]] = {
     "stage0_fp16": {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True, "initial_scale_power": 6}},
     "pipeline": {"zero_optimization": {"stage": 1}},
     "pipeline_tied": {"zero_optimization": {"stage": 1}},
+    "pipeline_stage0": {"zero_optimization": {"stage": 0}},
+    "pipeline_tied_stage0": {"zero_optimization": {"stage": 0}},
     "experts": {"zero_optimization": {"stage": 2}},
+    "experts_stage0": {"zero_optimization": {"stage": 0}},
     "tensor_stage0": {"zero_optimization": {"stage": 0}, "tensor_parallel": PARTS},
     "tensor_stage1": {"zero_optimization": {"stage": 1}, "tensor_parallel": PARTS},
     "tensor_stage3": {
@@ -74,6 +80,7 @@ def options(name: str) -> dict[str, Any]:
     return {
         "train_batch_size": ROWS if name.startswith("pipeline") else RANKS * ROWS,
         "train_micro_batch_size_per_gpu": ROWS,
+        **({"gradient_clipping": 0.0} if name in ("pipeline_stage0", "pipeline_tied_stage0") else {}),
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1000,
         **CASES[name],
     }  # fmt: skip
@@ -134,7 +141,7 @@ def _model(name: str, deepspeed: Any) -> tuple[Any, Any]:
     import torch
     from torch import nn
 
-    if name == "pipeline":
+    if name in ("pipeline", "pipeline_stage0"):
         torch.manual_seed(0)
         layers = [
             deepspeed.pipe.LayerSpec(nn.Linear, 5, 7), torch.tanh, deepspeed.pipe.LayerSpec(nn.Linear, 7, 7),
@@ -144,10 +151,10 @@ def _model(name: str, deepspeed: Any) -> tuple[Any, Any]:
             layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform", base_seed=7
         )
         return model, model.parameters()
-    if name == "pipeline_tied":
+    if name.startswith("pipeline_tied"):
         model = shared_ends(deepspeed.pipe, nn.MSELoss())
         return model, model.parameters()
-    if name == "experts":
+    if name.startswith("experts"):
         from deepspeed.moe.layer import MoE
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
@@ -162,7 +169,8 @@ def _model(name: str, deepspeed: Any) -> tuple[Any, Any]:
 
 
 def _parameters(engine: Any, rank: int) -> dict[str, Any]:
-    """The parameters of an fp32 model, which are its masters, with experts under their global numbers."""
+    """The parameters of an fp32 model, which are its masters, with experts under their global numbers; without ZeRO the
+    states of torch's optimizer too."""
     if engine.autotp_size() > 1:
         whole = engine._consolidated_16bit_state_dict() or {}
         return {f"parameter|{key}": whole[key].clone() for key, _ in engine.module.named_parameters() if key in whole}
@@ -173,6 +181,9 @@ def _parameters(engine: Any, rank: int) -> dict[str, Any]:
             number, _, rest = after.partition(".")
             key = f"{before}deepspeed_experts.{int(number) + 2 * rank}.{rest}"
         found[f"parameter|{key}"] = parameter.detach().clone()
+        if engine.zero_optimization_stage() == 0 and parameter.requires_grad:
+            state = engine.optimizer.state[parameter]
+            found |= {f"{role}|{key}": state[role].clone() for role in ("exp_avg", "exp_avg_sq")}
     return found
 
 

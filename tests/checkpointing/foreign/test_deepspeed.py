@@ -20,9 +20,9 @@ from zoo.layout import Box
 from zoo.zero import Precision, ZeroOptimizer, safe_get_full_fp32_param
 
 GOLDEN = Path(__file__).parent / "golden"
-CASES = ["experts", "pipeline", "pipeline_tied", "stage0", "stage0_fp16", "stage1", "stage1_bf16", "stage2",
-         "stage2_fp16", "stage2_round_robin", "stage3", "stage3_bf16", "tensor_stage0", "tensor_stage1",
-         "tensor_stage3"]  # fmt: skip
+CASES = ["experts", "experts_stage0", "pipeline", "pipeline_stage0", "pipeline_tied", "pipeline_tied_stage0",
+         "stage0", "stage0_fp16", "stage1", "stage1_bf16", "stage2", "stage2_fp16", "stage2_round_robin", "stage3",
+         "stage3_bf16", "tensor_stage0", "tensor_stage1", "tensor_stage3"]  # fmt: skip
 TRAINED = [n for n in CASES if not n.startswith(("pipeline", "experts", "tensor"))]
 
 
@@ -33,9 +33,10 @@ def names() -> list[list[str]]:
 
 
 def opened(name: str, tag: str = "step", **options: Any) -> ForeignCheckpoint:
+    ends = [["tied_modules.ends.weight", "2.weight", "2.bias", "tied_modules.ends.weight", "5.weight", "5.bias"]]
     cut = [[key for key, p in Cut().named_parameters() if p.requires_grad]]
-    said = names() if name.startswith("stage0") else cut if name == "tensor_stage0" else None
-    return load_deepspeed(GOLDEN / name, tag, groups=said, **options)
+    named = {"stage0": names(), "stage0_fp16": names(), "tensor_stage0": cut, "pipeline_tied_stage0": ends}
+    return load_deepspeed(GOLDEN / name, tag, groups=named.get(name), **options)
 
 
 @pytest.mark.parametrize("name", [*CASES, "stage2/universal", "stage3/universal"])
@@ -117,7 +118,8 @@ def test_training_goes_on_from_a_universal_checkpoint_on_one_rank(name: str) -> 
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("stage1_bf16", torch.bfloat16), ("stage3_bf16", torch.bfloat16),
-                                             ("stage2_fp16", torch.float16)])  # fmt: skip
+                                             ("stage2_fp16", torch.float16),
+                                             ("stage0_fp16", torch.float16)])  # fmt: skip
 def test_training_in_16_bits_goes_on_near_the_losses_of_deepspeed(name: str, dtype: torch.dtype) -> None:
     # They are the same on the machine that wrote them; another one may round sums in 16 bits in another way.
     theirs = json.loads((GOLDEN / name / "losses.json").read_text())
@@ -152,6 +154,64 @@ def test_states_by_number_need_the_names_of_the_groups() -> None:
     assert set(load_deepspeed(GOLDEN / "stage0", "step", optimizer_states=False).roles["last.weight"]) == {"parameter"}
     with pytest.raises(CheckpointError, match=r"does not have its shape"):
         load_deepspeed(GOLDEN / "stage0", "step", groups=[names()[0][::-1], names()[1]])
+
+
+def test_moments_without_zero_in_fp16_are_those_of_whole_gradients(tmp_path: Path) -> None:
+    """DeepSpeed 0.18.3 to 0.19.8 divide such gradients by the loss scale, here 64, and multiply no loss with it."""
+    found, other = opened("stage0_fp16"), tmp_path / "run"
+    path = Path("step") / "mp_rank_00_model_states.pt"
+    stored = torch.load(GOLDEN / "stage0_fp16" / path, weights_only=False)
+    state = stored["optimizer"]["optimizer_state_dict"]["state"][0]
+    first = names()[0][0]
+    assert torch.equal(found.tensor(first, "exp_avg"), 64 * state["exp_avg"])
+    assert torch.equal(found.tensor(first, "exp_avg_sq"), 64**2 * state["exp_avg_sq"])
+    twin = opened("stage2_fp16")  # the same training but for ZeRO, and with one step less that was counted
+    ratio = found.tensor(first, "exp_avg").norm() / twin.tensor(first, "exp_avg").norm()
+    assert 0.8 < ratio < 1.25
+    shutil.copytree(GOLDEN / "stage0_fp16", other)
+    for version in ("0.18.2", "0.19.9", "1.0.0", None):
+        torch.save({**stored, "ds_version": version}, other / path)
+        asis = load_deepspeed(other, "step", groups=names())
+        assert torch.equal(asis.tensor(first, "exp_avg"), state["exp_avg"]), version
+
+
+def test_stages_that_share_a_layer_need_names(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"not as many as its layers have parameters \(5\).*groups="):
+        load_deepspeed(GOLDEN / "pipeline_tied_stage0", "step")
+    weights = load_deepspeed(GOLDEN / "pipeline_tied_stage0", "step", optimizer_states=False)
+    assert set(weights.shapes) == {"0.weight", "2.weight", "2.bias", "5.weight", "5.bias"}
+    with pytest.raises(CheckpointError, match=r"which of its layers is 'tied_modules\.ends\.weight': 0 could"):
+        load_deepspeed(GOLDEN / "pipeline_tied_stage0", "step", groups=[
+            ["0.weight", "2.weight", "2.bias", "tied_modules.ends.weight", "5.weight", "5.bias"]
+        ])  # fmt: skip
+    layers = ["0", "2", "3", "5"]
+    given = [f"{layer}.{part}" for layer in layers for part in ("weight", "bias")]
+    with pytest.raises(CheckpointError, match=r"does not have its shape"):
+        load_deepspeed(GOLDEN / "pipeline_stage0", "step", groups=[given[::-1]])
+    with pytest.raises(CheckpointError, match=r"is one name more than"):
+        load_deepspeed(GOLDEN / "pipeline_stage0", "step", groups=[[*given, given[0]]])
+    whole = load_deepspeed(GOLDEN / "pipeline_stage0", "step", groups=[given])
+    assert torch.equal(whole.tensor("5.bias", "exp_avg"), opened("pipeline_stage0").tensor("5.bias", "exp_avg"))
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n.endswith("_stage0") and not n.startswith("tensor")])
+def test_states_by_number_have_options_and_names(name: str) -> None:
+    found = opened(name)
+    said = found.meta["deepspeed"]["param_groups"]
+    assert {n for group in said for n in group["names"]} == {n for n, r in found.roles.items() if "exp_avg" in r}
+    assert {group["lr"] for group in said} == {LR}
+
+
+def test_experts_without_a_file_of_theirs_are_told(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(GOLDEN / "experts_stage0", folder)
+    (folder / "step" / "expp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"1 groups of experts by numbers, in the files of ranks \[1\]"):
+        load_deepspeed(folder, "step")
+    (folder / "step" / "expp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"in the files of ranks \[\].*optimizer_states=False"):
+        load_deepspeed(folder, "step")
+    assert len(load_deepspeed(folder, "step", optimizer_states=False).shapes) == 5 + 4 * 4
 
 
 def test_weights_alone_are_the_masters() -> None:

@@ -44,7 +44,7 @@ from zoo.checkpointing.foreign.deepspeed_stages import (
     shapes_of,
     split_runs,
 )
-from zoo.checkpointing.foreign.deepspeed_whole import add_whole_states
+from zoo.checkpointing.foreign.deepspeed_whole import add_stages_states, add_whole_states
 from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
 from zoo.checkpointing.foreign.records import Record, plain
 from zoo.checkpointing.foreign.regions import StoredTensor
@@ -117,6 +117,8 @@ def _open(folder: Folder, tag: str, names: Sequence[Sequence[str]] | None, optim
     stages = sorted({model for _, model in folder.models})
     if not folder.part:
         _check_parallel(folder, stages)
+    numbered = folder.layers and optimizer_states and not (folder.universal or folder.optimizers)
+    by_stage = add_stages_states(found, folder, names) if numbered else {}
     rests: list[tuple[int, dict[Any, Any], Rest]] = []
     for stage in stages:
         model = folder.models[min(key for key in folder.models if key[1] == stage)]
@@ -132,8 +134,12 @@ def _open(folder: Folder, tag: str, names: Sequence[Sequence[str]] | None, optim
         elif model.get("param_shapes") is not None:
             raise CheckpointError(f"{what} was written with ZeRO, and its files of the optimizer are missing")
         else:
-            shapes = add_whole_states(found, model, names, optimizer_states and not folder.experts, what)
-            _refuse_expert_states(folder, optimizer_states)
+            if not optimizer_states:
+                shapes = []
+            elif folder.layers:
+                shapes = by_stage.get(stage, [])
+            else:
+                shapes = add_whole_states(found, folder, model, names, what)
             _add_scaler(found, model.get("optimizer") or {})
         options += _options(folder, stage, model, shapes, what)
         rests.append((stage, model, Rest(shapes, _frozen(model, what))))
@@ -190,14 +196,6 @@ def _check_parallel(folder: Folder, stages: list[int]) -> None:
                 f"{name!r} is split over {split} tensor-parallel ranks (file of mp_rank {stage}), and does not say "
                 "which dim of each parameter is; make it universal with DeepSpeed's ds_to_universal, which is read"
             )
-
-
-def _refuse_expert_states(folder: Folder, optimizer_states: bool) -> None:
-    if folder.expert_optimizers and optimizer_states:
-        raise CheckpointError(
-            f"{folder.path.name!r} has the optimizer of experts by numbers only (stage 0); load it with "
-            "optimizer_states=False, or train with ZeRO stage 1 or 2, whose checkpoints name them"
-        )
 
 
 def _add_zero(

@@ -48,10 +48,10 @@ def open_checkpoint(
     if not theirs:
         return checkpointing.load(directory, tag, everyone)
     states = wanted.optimizer and optimizer is not None
-    # Stages of a pipeline know only their own layers; the states of one without ZeRO have no other names.
+    # Stages of a pipeline know only their own layers, which may be others than those of a stage there.
     named = optimizer if states and sharded.layers is None else None
     found = foreign.load_deepspeed(
-        directory, tag, everyone, groups=None if named is None else _group_names(module, named),
+        directory, tag, everyone, groups=None if named is None else _their_names(module, named),
         optimizer_states=states, universal=universal,
     )  # fmt: skip
     found.meta = checkpointing.alike(everyone, what, lambda: _told(module, found))
@@ -61,13 +61,31 @@ def open_checkpoint(
 def _told(module: nn.Module, found: foreign.ForeignCheckpoint) -> dict[str, Any]:
     """What it says of the training. What is in a layer whose ``foreign_names`` say how it is called elsewhere, {"begin
     of a name there": "begin of the name here"}, has the names of here then."""
+    starts = _starts(module)
+    taken = set(found.shapes)
+    for name in sorted(found.shapes):
+        own = _begun_otherwise(name, starts)
+        if own != name and own in taken:
+            found.remove(name)  # of another layer that shares the module
+        taken.add(own)
+    if starts:
+        found.rename(lambda name: _begun_otherwise(name, starts))
+    return foreign.training_meta(found)
+
+
+def _starts(module: nn.Module) -> dict[str, str]:
+    """Begin of a name in DeepSpeed's checkpoints → begin of the name here."""
     starts: dict[str, str] = {}
     for place, layer in module.named_modules():
         prefix = f"{place}." if place else ""
         starts |= {f"{prefix}{theirs}": f"{prefix}{own}" for theirs, own in getattr(layer, "foreign_names", {}).items()}
-    if starts:
-        found.rename(lambda name: _begun_otherwise(name, starts))
-    return foreign.training_meta(found)
+    return starts
+
+
+def _their_names(module: nn.Module, optimizer: ZeroOptimizer) -> list[list[str]]:
+    """The names that the parameters of each group have in DeepSpeed's checkpoints."""
+    starts = {own: theirs for theirs, own in _starts(module).items()}
+    return [[_begun_otherwise(name, starts) for name in group] for group in _group_names(module, optimizer)]
 
 
 def _begun_otherwise(name: str, starts: Mapping[str, str]) -> str:

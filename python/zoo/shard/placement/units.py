@@ -146,6 +146,17 @@ def _enclosing(path: str, units: dict[str, UnitSpec]) -> list[str]:
     return [c for c in candidates if c in units] + [""]
 
 
+def _way_out(kind: type) -> str:
+    """What else to do about parameters of this class, as a sentence; empty where nothing is known."""
+    if not kind.__module__.startswith("torchao.float8"):
+        return ""
+    return (
+        " torchao wraps weights so for the all-gather of FSDP2; convert with Float8LinearConfig("
+        "enable_fsdp_float8_all_gather=False), or in the YAML of Accelerate: fp8_config: {backend: AO, "
+        "enable_fsdp_float8_all_gather: false}."
+    )
+
+
 def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
     """Raise ValueError for parameters that cannot be laid in flat buffers, naming them."""
     if not isinstance(model, nn.Module):
@@ -163,7 +174,7 @@ def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
                 f"parameter {name!r} is a {type(parameter).__name__}; the ZeRO optimizers work on plain nn.Parameter, "
                 "and on frozen ones of another class that have memory of their own (Params4bit of bitsandbytes). "
                 "Construct the optimizer from the original model, once, and before any other wrapper; where a ZeRO "
-                "optimizer has it already, close() that one first."
+                "optimizer has it already, close() that one first." + _way_out(type(parameter))
             )
         if parameter.is_inference():
             raise ValueError(
