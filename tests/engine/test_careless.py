@@ -316,6 +316,47 @@ def test_forwards_that_came_to_nothing_do_not_count() -> None:
     assert engine.record.samples == 8
 
 
+def test_forwards_that_do_not_go_backward_do_not_count_either() -> None:
+    """An evaluation with gradients on, between a micro-batch's forward and its step, whatever its mode and its use."""
+
+    def job(rank: int, number: int, where: int) -> None:
+        engine = start({**stage(number), "scheduler": None})
+        x, y = (t[:3] for t in next(iter(engine.dataloader)))
+        other = x[:1].clone().requires_grad_()
+
+        def evaluate(at: int) -> None:
+            if at == where:
+                (found,) = torch.autograd.grad(engine.eval()(other, y[:1]), other)
+                assert found.shape == other.shape
+                engine.train()
+
+        for step in (1, 2):
+            loss = engine(x, y)
+            evaluate(0)
+            engine.backward(loss)
+            evaluate(1)
+            engine.step()
+            evaluate(2)
+            assert engine.record is not None
+            assert (engine.record.samples, engine.global_samples) == (6, 6 * step)
+
+    for number in (0, 2):
+        for where in range(3):
+            sim.run(2, lambda rank, number=number, where=where: job(rank, number, where))
+
+
+def test_a_forward_ahead_counts_in_its_own_micro_batch() -> None:
+    engine = start({**GAS, "scheduler": None})
+    x, y = next(iter(engine.dataloader))
+    engine.backward(engine(x[:2], y[:2]))
+    ahead = engine(x[:1], y[:1])
+    engine.step()
+    engine.backward(ahead)
+    engine.step()
+    assert engine.record is not None
+    assert engine.record.samples == 3
+
+
 def test_no_sync_within_no_sync() -> None:
     engine = start()
     with engine.no_sync():

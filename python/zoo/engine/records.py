@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from zoo.parts import Clock, StepRecord
+from zoo.shard.runtime.outputs import tensors_in
 
 if TYPE_CHECKING:
     from zoo.config import Config
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from zoo.zero.update.clipping import Outcome
 
 _log = logging.getLogger("zoo.engine")
+_graph_task = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +127,53 @@ class Boundary:
             )
 
 
+class Reached(NamedTuple):
+    """A forward that a backward came through."""
+
+    number: int
+    counts: tuple[int, int]
+    is_latest: bool
+
+
+class Forwards:
+    """Which of the forwards since the last micro-batch a backward came through, seen at their outputs.
+
+    Attributes:
+        adding: the latest graph task that added to gradients of the model; -1: none has.
+    """
+
+    def __init__(self) -> None:
+        self.adding = self._number = -1
+        self._reached: dict[int, tuple[int, tuple[int, int]]] = {}  # graph task → (number of a forward, its counts)
+
+    def follow(self, output: Any, counts: tuple[int, int]) -> None:
+        """The next forward has this output and these counts."""
+        self._number = number = self._number + 1
+
+        def reached(gradient: torch.Tensor) -> None:
+            task = _graph_task()
+            self._reached[task] = max(self._reached.get(task, (-1, counts)), (number, counts))
+
+        reached.__torch_unserializable__ = True  # type: ignore[attr-defined]  # who saves an output is not warned
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return  # a function is differentiated, whose outputs are no tensors of a graph
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(reached)
+
+    def reached(self) -> Reached | None:
+        """The last forward that the latest adding task came through; None where it came through none."""
+        if self.adding not in self._reached:
+            return None
+        number, counts = self._reached[self.adding]
+        return Reached(number, counts, number == self._number)
+
+    def forget(self) -> None:
+        """A micro-batch is over, or dropped."""
+        self.adding = -1
+        self._reached.clear()
+
+
 class Records:
     """Counts, and tells of each step.
 
@@ -154,7 +203,8 @@ class Records:
         self._skipped_steps = self._samples = self._tokens = 0
         self.losses: list[torch.Tensor] = []
         self._counts = [0, 0]  # samples and tokens of this step on this rank
-        self._latest = (0, 0)  # those of the latest forward, which count when its micro-batch is over
+        self._latest = (0, 0)  # those of the latest forward
+        self._forwards = Forwards()
         self._stop = False
         self._reported: dict[str, float] = {}
         self._began: float | None = None
@@ -217,6 +267,7 @@ class Records:
         """A step begins, whatever was before."""
         self._boundary.begin()
         self.losses, self._counts, self._latest, self._began = [], [0, 0], (0, 0), None
+        self._forwards.forget()
 
     def restart_step(self) -> None:
         """A step begins, whose first micro-batch may have been forward already."""
@@ -237,9 +288,23 @@ class Records:
         """A micro-batch of so many samples and tokens goes through the model; they count when it is over."""
         self._latest = counts
 
+    def follow(self, output: Any) -> None:
+        """What the latest micro-batch that was admitted came to: whether it goes backward is seen there."""
+        self._forwards.follow(output, self._latest)
+
+    def adds(self) -> None:
+        """The autograd call that runs adds to gradients of the model."""
+        self._forwards.adding = _graph_task()
+
     def take_counts(self) -> tuple[int, int]:
-        """Samples and tokens of the latest micro-batch that was admitted, which do not count yet."""
-        found, self._latest = self._latest, (0, 0)
+        """Samples and tokens of the micro-batch that is over, which do not count yet: of the forward that went
+        backward, the last one where several did; of the latest one where that cannot be seen."""
+        seen = self._forwards.reached()
+        if seen is None or seen.is_latest:
+            found, self._latest = self._latest, (0, 0)
+        else:
+            found = seen.counts
+        self._forwards.forget()
         return found
 
     def note_counts(self, counts: Sequence[int]) -> None:

@@ -53,7 +53,10 @@ class Passes:
         """The model's output."""
         args, kwargs = self.admit(args, kwargs, trains=trains)
         with self.timed("forward"), self._precision():
-            return self._module(*args, **kwargs)
+            output = self._module(*args, **kwargs)
+        if trains:
+            self._records.follow(output)
+        return output
 
     def admit(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, trains: bool, ahead: int = 0
@@ -119,6 +122,7 @@ class Passes:
             ValueError: no :meth:`backward` of this, and 1/G is no power of two: other bits would come out; or a part
                 changes the loss, which it has not seen.
         """
+        self._records.adds()
         if self._divides:
             return 1.0, True
         self._parts.check_untouched_loss()
