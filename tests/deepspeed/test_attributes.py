@@ -57,8 +57,23 @@ def test_ranks_along_the_axes_of_layers_of_the_configurations_mesh() -> None:
         engine = deepspeed.initialize(model=net(), config=document)[0]
         assert (engine.mp_world_size, engine.checkpoint_mp_rank) == (2, rank % 2)
         assert (engine.dp_world_size, engine.get_tensor_parallel_rank()) == (2, rank % 2)
+        said = engine._config
+        assert said.world_size == deepspeed.DeepSpeedConfig(document).world_size == 2
+        sizes = said.train_batch_size, said.train_micro_batch_size_per_gpu, said.gradient_accumulation_steps
+        assert sizes == engine.get_batch_info()
 
     sim.run(4, job)
+
+
+def test_the_configuration_says_the_sizes_of_now() -> None:
+    engine = start(1)
+    kept = engine._config
+    assert (kept.train_batch_size, kept.gradient_accumulation_steps) == (4, 2)
+    engine.set_train_batch_size(12)
+    assert engine._config is kept
+    assert (kept.train_batch_size, kept.gradient_accumulation_steps) == (12, 6)
+    engine.set_train_micro_batch_size(3)
+    assert (engine._config.train_batch_size, kept.train_micro_batch_size_per_gpu) == (18, 3)
 
 
 def test_answers_of_defaults() -> None:

@@ -292,6 +292,11 @@ def _place(document: Mapping[str, Any], mpu: Any, mesh: Any) -> tuple[int, int]:
         return rank, size // int(mpu.get_sequence_parallel_world_size())
     if mesh is not None:
         return rank, int(mesh["data_parallel"].size())
+    axes = document.get("mesh")
+    if isinstance(axes, Mapping):
+        from zoo.config.mesh import Mesh
+
+        return rank, Mesh.model_validate(axes).batch_ranks(size)
     return rank, size // int(document.get("sequence_parallel_size", 1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,12 +41,21 @@ class QuestionsOfFeatures:
     training_data: Any = None
     zenflow = False
 
-    @functools.cached_property
+    @property
     def _config(self) -> DeepSpeedConfig:
-        """The document as attributes, with DeepSpeed's defaults."""
+        """The document as attributes, with DeepSpeed's defaults; sizes of batches are those that hold now."""
+        found = self._read_document
+        found.train_batch_size = self.engine.train_batch_size
+        found.train_micro_batch_size_per_gpu = self.engine.config.train_micro_batch_size_per_gpu
+        found.gradient_accumulation_steps = self.engine.accumulation
+        return found
+
+    @functools.cached_property
+    def _read_document(self) -> DeepSpeedConfig:
         from zoo.deepspeed.adapters.configuration.documents import DeepSpeedConfig
 
-        return DeepSpeedConfig(self._document, self.mpu)
+        ranks = SimpleNamespace(get_data_parallel_world_size=lambda: self.engine.batch_ranks)
+        return DeepSpeedConfig(self._document, ranks)
 
     @property
     def dist_backend(self) -> str | None:
