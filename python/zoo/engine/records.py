@@ -159,7 +159,7 @@ class Forwards:
             return  # a function is differentiated, whose outputs are no tensors of a graph
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(reached)
+                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     def reached(self) -> Reached | None:
         """The last forward that the latest adding task came through; None where it came through none."""

@@ -252,8 +252,8 @@ def add_stages_states(found: ForeignCheckpoint, folder: Folder, names: Names) ->
     tensors: dict[str, StoredTensor] = {}
     buffers = {str(name) for model in folder.models.values() for name in model.get("buffer_names") or ()}
     for (number, _), layer in sorted(folder.layers.items()):
-        own = {f"{number}.{name}": v for name, v in layer.items() if isinstance(v, StoredTensor)}
-        tensors |= {name: v for name, v in own.items() if name not in buffers}
+        entries = {f"{number}.{name}": v for name, v in layer.items() if isinstance(v, StoredTensor)}
+        tensors |= {name: v for name, v in entries.items() if name not in buffers}
     stages = [
         (stage, _Numbered.of(model, model["optimizer"], f"{folder.path.name}/mp_rank_{stage:02d}"))
         for (_, stage), model in sorted(folder.models.items(), key=lambda item: item[0][1])
