@@ -85,6 +85,34 @@ def test_layers_that_transformers_computes_again_have_their_tokens(name: str, re
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 6), (6, 5, 2), (4, 1)])
+def test_layers_that_are_computed_again_have_the_tokens_of_their_own_forward(
+    lengths: tuple[int, ...], reentrant: bool
+) -> None:  # fmt: skip
+    """Of 5 tokens and of 6 the first rank has 3: which of them a layer had cannot be told from its share alone."""
+    ids = torch.randint(53, (2, max(lengths)), generator=torch.Generator().manual_seed(0))
+
+    def step(model: Any) -> dict[str, torch.Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            losses = [model(ids[:, :length]).logits.sin().sum() for length in lengths]
+            losses[0].backward(retain_graph=True)
+            torch.stack(losses[1:]).sum().backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    expected = step(recomputing("llama", reentrant))
+
+    def fn(rank: int) -> None:
+        model, comm = recomputing("llama", reentrant), Communicator()
+        split(model, plan_of_model(model), comm, sequence=True)
+        step(model)
+        for path, grad in whole_gradients(model, comm).items():
+            torch.testing.assert_close(grad, expected[path], rtol=1e-6, atol=1e-8, msg=path)
+
+    sim.run(2, fn, seed=0)
+
+
 def test_hooks_for_a_backward_see_one_gradient_of_what_a_block_gathers() -> None:
     """They give modules views of what these get."""
     whole = hub.model_of("llama")

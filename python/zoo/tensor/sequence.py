@@ -94,19 +94,26 @@ class SequenceRegion(Region):
         super().__init__(comm)
         self.tokens: Tokens | None = None
         self._latest: Tokens | None = None
+        self._totals: set[int] = set()
+        """Of all forwards so far; the same on all ranks."""
         self._gathered: torch.Tensor | None = None
 
     @eager
     def begin(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's tokens, from here to :meth:`end`."""
         self._latest = tokens = Tokens(x.shape[-2], self.comm)
+        self._totals.add(tokens.total)
         # All ranks have the same x: each gives its tokens' gradient.
         found: torch.Tensor = _Moved.apply(x, tokens.take, tokens.gather)
         return found
 
     @eager
-    def layer(self) -> None:
-        """A layer begins, perhaps once more to compute what its backward needs.
+    def layer(self, x: torch.Tensor, first: bool) -> None:
+        """A layer begins, perhaps once more to compute what its backward needs. In a backward, and where forwards had
+        other numbers of tokens, ranks add up their shares: of 5 tokens and of 6 a rank may have 3.
+
+        Args:
+            x: this rank's share of what the layer gets. first: of the layers, whose tokens :meth:`begin` has seen.
 
         Raises:
             ValueError: the first of the layers never ran here: a layer by itself, or a later stage of a pipeline.
@@ -117,6 +124,10 @@ class SequenceRegion(Region):
                 "tokens arrive. Call the whole model; in a pipeline, split it without sequence=True."
             )
         self.tokens = self._latest
+        if not first and len(self._totals) > 1 and _in_backward():
+            total = torch.tensor(x.shape[-2], device=x.device)
+            self.comm.all_reduce(total).wait()
+            self.tokens = Tokens(int(total), self.comm)
 
     @eager
     def out(self) -> None:
@@ -146,8 +157,7 @@ class SequenceRegion(Region):
         if x.shape[-2] != tokens.mine[1] - tokens.mine[0]:
             raise ValueError(
                 f"a tensor of shape {tuple(x.shape)} where this rank has {tokens.mine[1] - tokens.mine[0]} tokens of "
-                f"{tokens.total}, in a layer with sequence=True. Tokens are dim -2 of what a block gets; and forwards "
-                "whose layers are computed again have one number of tokens until backward."
+                f"{tokens.total}, in a layer with sequence=True. Tokens are dim -2 of what a block gets."
             )
         # Ranks use all tokens differently: gradients are summed.
         self._gathered = _Moved.apply(x, tokens.gather, tokens.scatter)
@@ -176,6 +186,11 @@ class SequenceRegion(Region):
         return found
 
 
+def _in_backward() -> bool:
+    """Whether autograd calls this, as to compute a layer again; what torch.utils.checkpoint asks."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _same_memory(x: torch.Tensor, gathered: torch.Tensor | None) -> bool:
     """Hooks of modules for their backward give them views of what they get."""
     return x is gathered or (
@@ -193,7 +208,7 @@ class TokenLayer(Layer):
         region = place.region
         if place.first:
             args, kwargs = _first(args, kwargs, region.begin)
-        region.layer()
+        region.layer(_hidden(args, kwargs), place.first)
         masks = place.masks
         if masks is not None:
             masks.begin(self, args)
@@ -240,8 +255,17 @@ class _Coming:
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With the first argument, or that called ``hidden_states``, changed."""
+    """With what :func:`_hidden` finds changed."""
+    changed = change(_hidden(args, kwargs))
     if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-    return args, {**kwargs, name: change(kwargs[name])}
+        return (changed, *args[1:]), kwargs
+    return args, {**kwargs, _name(kwargs): changed}
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first argument, or that called ``hidden_states``."""
+    return args[0] if args else kwargs[_name(kwargs)]
+
+
+def _name(kwargs: dict[str, Any]) -> str:
+    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
