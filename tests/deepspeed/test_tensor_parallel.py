@@ -291,6 +291,8 @@ def test_auto_tp_cuts_the_model_that_it_was_made_for() -> None:
     def fn(rank: int) -> None:
         whole, model = Layers(), Layers()
         made = AutoTP(model, (), "", None, None, None, partition_config=AutoTPConfig.from_dict(SPECS))
+        with pytest.raises(ConfigError, match=r"mp_size=4\) with a group of 2 ranks"):
+            made.set_tensor_parallel_config(4, dist.group.WORLD)
         made.set_tensor_parallel_config(2, dist.group.WORLD)
         made.update_linear_policies()
         made._replace_module(model)

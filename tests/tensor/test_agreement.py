@@ -30,6 +30,9 @@ SHAPE = Shape()
         ("value", r"rank 1 of the axis has another tensor blocks\.1\.second\.bias than rank 0\. All its ranks make"),
         ("dtype", r"rank 1 of the axis has another tensor last\.weight than rank 0\."),
         ("buffer", r"rank 1 of the axis has another tensor table than rank 0\."),
+        ("integers", r"rank 1 of the axis has another tensor places than rank 0\."),
+        ("complex", r"rank 1 of the axis has another tensor turns than rank 0\."),
+        ("frozen", r"rank 1 of the axis has another tensor last\.weight than rank 0\."),
         ("plan", "rank 1 of the axis has another plan than rank 0"),
         ("training", "rank 1 of the axis has another setting than rank 0"),
         ("width", r"splitting a model failed: rank 1: blocks\.\*\.perceptron\.up has 11 features"),
@@ -40,6 +43,9 @@ def test_what_differs_is_told_on_all_ranks_and_nothing_changes(what: str, told: 
         shape = Shape(inner=10 + rank) if what == "width" else SHAPE
         model: Any = Decoder(shape, seed=rank if what == "seed" else 0)
         model.register_buffer("table", torch.full((2,), float(rank if what == "buffer" else 0)))
+        model.register_buffer("places", torch.arange(3) + (rank if what == "integers" else 0))
+        model.register_buffer("turns", torch.full((3,), 1j * (rank if what == "complex" else 1)))
+        model.last.weight.requires_grad_(what != "frozen" or rank == 0)
         if what == "value" and rank == 1:
             model.blocks[1].second.bias.data[3] = 1e-9
         if what == "dtype" and rank == 1:

@@ -50,21 +50,23 @@ def all_or_none(
 
 
 def description(model: nn.Module) -> dict[str, Any]:
-    """By name: shape, dtype and a checksum of every parameter and buffer that is no part of a larger one already."""
+    """By name: shape, dtype, whether it gets a gradient, and a checksum, of every parameter and buffer that is no part
+    of a larger one already."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors = {name: tensor for name, tensor in tensors.items() if split_of(tensor).box is None}
     sums = [_checksum(tensor.detach()) for tensor in tensors.values()]
     values = torch.stack([s.cpu() for s in sums]).tolist() if sums else []
     return {
-        f"tensor {name}": (tuple(tensor.shape), str(tensor.dtype), tensor.is_meta, value)
+        f"tensor {name}": (tuple(tensor.shape), str(tensor.dtype), tensor.is_meta, tensor.requires_grad, value)
         for (name, tensor), value in zip(tensors.items(), values, strict=True)
     }
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of its bits as integers, which wraps around; 0 of what has no values."""
-    if tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided or not tensor.numel():
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return torch.zeros((), dtype=torch.int64)
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat, each = tensor.view(_INTEGERS[tensor.itemsize]).contiguous().view(-1), 8 // tensor.itemsize
     if flat.numel() % each or flat.storage_offset() % each:
         flat = F.pad(flat, (0, -flat.numel() % each), value=0) if flat.numel() % each else flat.clone()

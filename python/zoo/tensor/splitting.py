@@ -231,7 +231,7 @@ def _changes(model: nn.Module, plan: Plan, setting: Setting, region: Region) -> 
         if rule.inside and callable(getattr(type(module), "enter_mesh", None)):
             continue  # experts that see to it themselves what ranks of every axis have of them (zoo.layout.enter_mesh)
         if part_of(module) is not None:
-            raise ValueError(f"{path} is split already; a model is split once.")
+            raise ValueError(f"{path or type(module).__name__} is split already; a model is split once.")
         holder = model.get_submodule(path.rpartition(".")[0])
         if holder is not module and isinstance(holder, nn.MultiheadAttention):
             raise ValueError(

@@ -59,7 +59,16 @@ class AutoTP:
         self.linear_policies: Mapping[Any, Any] | None = None
 
     def set_tensor_parallel_config(self, mp_size: int, mp_group: Any) -> None:
-        """The ranks that get parts; None: this one keeps all."""
+        """The ranks that get parts; None: this one keeps all.
+
+        Raises:
+            ConfigError: the group has another number of ranks.
+        """
+        if mp_group is not None and mp_size is not None and dist.get_world_size(mp_group) != mp_size:
+            raise ConfigError(
+                f"set_tensor_parallel_config(mp_size={mp_size}) with a group of {dist.get_world_size(mp_group)} ranks; "
+                "give the group of those that get parts."
+            )
         self.mp_size, self.mp_group = mp_size, mp_group
 
     def update_linear_policies(self) -> None:
