@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,48 @@ def test_two_tensors_of_one_name_are_told(tmp_path: Path) -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
     sim.run(2, fn, seed=0)
+
+
+class Told:
+    """A source of tensors with roles as they are given."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], roles: Mapping[str, str]) -> None:
+        self.tensors = tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.roles = {name: {roles.get(name, "parameter"): "float64"} for name in tensors}
+
+    def read_box(self, name: str, role: str, box: Box) -> torch.Tensor:
+        return self.tensors[name][box.ranges]
+
+
+def test_what_is_no_value_of_a_tensor_is_not_taken_for_one() -> None:
+    shape = Shape(tied=False)
+
+    def fn(rank: int) -> None:
+        state, model = dict(Decoder(shape, 4).state_dict()), Decoder(shape, 5)
+        split(model, plan_of(shape), Communicator())
+        with pytest.raises(ValueError, match=r"last\.weight has no values there, and is only exp_avg\. Nothing was"):
+            load(model, Told(state, {"last.weight": "exp_avg"}))
+        load(model, Told(state, {"last.weight": "master", "last.bias": "buffer"}))
+        assert torch.equal(model.last.weight, state["last.weight"])
+
+    sim.run(2, fn, seed=0)
+
+
+def test_parts_with_other_roles_and_no_parts_are_told() -> None:
+    shape = Shape(tied=False)
+
+    def written(rank: int) -> dict[str, torch.Tensor]:
+        model = Decoder(shape, 4)
+        split(model, plan_of(shape), Communicator())
+        return dict(model.state_dict())
+
+    first, second = sim.run(2, written, seed=0)
+    parts = [Told(first, {}), Told(second, {"last.weight": "master"})]
+    with pytest.raises(ValueError, match=r"rank 1 has 'last\.weight' as master, others as parameter"):
+        joined(parts, Decoder(shape), plan_of(shape))
+    with pytest.raises(ValueError, match="joined got no parts"):
+        joined([], Decoder(shape), plan_of(shape))
 
 
 def test_buffers_without_values_are_told(tmp_path: Path) -> None:

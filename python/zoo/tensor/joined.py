@@ -34,6 +34,8 @@ def joined(parts: Sequence[Source], model: nn.Module, plan: Plan, *, training: b
         ValueError: tensors that the model has not, or of other shapes than its parts; nothing is read.
     """
     degree = len(parts)
+    if not parts:
+        raise ValueError("joined got no parts; it takes one source for each rank that wrote its own.")
     laid: dict[str, list[tuple[Laid, ...]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     roles: dict[str, Mapping[str, str]] = {}
@@ -51,7 +53,9 @@ def joined(parts: Sequence[Source], model: nn.Module, plan: Plan, *, training: b
                 wrong.append(f"rank {rank} has {name!r} of shape {there}, and the plan gives it {here}")
             said = split_of(tensor)
             shapes[name] = tuple(said.shape or tensor.shape)
-            roles.setdefault(name, part.roles[name])
+            if set(roles.setdefault(name, part.roles[name])) != set(part.roles[name]):
+                both = (", ".join(said) for said in (part.roles[name], roles[name]))
+                wrong.append(f"rank {rank} has {name!r} as {', others as '.join(both)}")
             laid.setdefault(name, [()] * degree)[rank] = boxes_of(said.box or Box.whole(shapes[name]))
     for name, places in laid.items():
         if () in places:

@@ -28,6 +28,8 @@ from zoo.tensor.agreement import all_or_none
 from zoo.tensor.layers import part_of
 
 _PIECE_BYTES = 4 << 20
+_VALUES = ("parameter", "buffer", "master")
+"""Roles whose elements are the tensor's own values, and not what an optimizer knows of it."""
 
 
 class Source(Protocol):
@@ -176,6 +178,8 @@ def _matched(
             missing.append(want.names[0])
         elif tuple(source.shapes[found]) != want.shape:
             wrong.append(f"{want.names[0]} has shape {tuple(source.shapes[found])} there and {want.shape} in the model")
+        elif _role(want, source.roles[found]) is None:
+            wrong.append(f"{want.names[0]} has no values there, and is only {', '.join(source.roles[found])}")
         else:
             matched.append((want, found))
     unused = [there for name, there in given.items() if name not in of_model]
@@ -187,9 +191,15 @@ def _matched(
     return matched, unused
 
 
+def _role(want: _Wanted, roles: Mapping[str, str]) -> str | None:
+    return next((role for role in (want.role, *_VALUES) if role in roles), None)
+
+
 def _fill(want: _Wanted, source: Source, name: str, device: torch.device) -> None:
     tensor = want.tensor
-    role = want.role if want.role in source.roles[name] else next(iter(source.roles[name]))
+    role = _role(want, source.roles[name])
+    if role is None:
+        raise AssertionError(f"{name} has no values, which was to be told before")
     if tensor.is_meta:
         tensor = _made(want, device)
     part = split_of(tensor).box or Box.whole(want.shape)

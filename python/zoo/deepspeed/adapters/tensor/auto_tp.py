@@ -64,7 +64,7 @@ class AutoTP:
         Raises:
             ConfigError: the group has another number of ranks.
         """
-        if mp_group is not None and mp_size is not None and dist.get_world_size(mp_group) != mp_size:
+        if mp_group is not None and dist.get_world_size(mp_group) != mp_size:
             raise ConfigError(
                 f"set_tensor_parallel_config(mp_size={mp_size}) with a group of {dist.get_world_size(mp_group)} ranks; "
                 "give the group of those that get parts."
