@@ -203,8 +203,8 @@ class ZeroOptimizer(SavedState):
             self._trainable, wrapped.make, wrapped.groups, wrapped.options,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
             in_backward=self.config.update_in_backward, multiplies=self._scaler is not None, switch=sharded.switch,
-            everyone=sharded.everyone, unsplit=self._is_unsplit(tried), objects=tried.objects,
-            instance=wrapped.instance, asked=tried.asked,
+            everyone=sharded.everyone, unsplit=self._is_unsplit(wrapped, tried), objects=tried.objects,
+            instance=wrapped.instance, asked=tried.asked, quantises=tried.quantises,
         )  # fmt: skip
         self._comparison = Comparison(
             self.alike, sharded, self.clipping, self._gradients, self.updater.give_up,
@@ -232,13 +232,14 @@ class ZeroOptimizer(SavedState):
             sent = sum(self.forecast().wire_bytes.values())
             tell_ratio(self._trainable, wrapped.make.__name__, sent, sharded.precision.reduce)
 
-    def _is_unsplit(self, tried: Tried) -> bool:
+    def _is_unsplit(self, wrapped: Wrapped, tried: Tried) -> bool:
         """Whether the wrapped optimizer gets parameters whole and in their shapes."""
         if not tried.quantises:
             return tried.why_whole is not None
-        from zoo.zero.update.unsplit import why_split
+        from zoo.zero.update.unsplit import has_whole_blocks
 
-        return why_split(self._trainable, in_backward=self.config.update_in_backward) is None
+        first = self.sharded.everyone.rank == 0
+        return has_whole_blocks(wrapped, self._trainable, in_backward=self.config.update_in_backward, tells=first)
 
     # Training --------------------------------------------------------------------------------------------------------
 

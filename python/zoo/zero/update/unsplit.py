@@ -9,6 +9,7 @@ same attributes, which are other objects.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from zoo.zero.update.tensor_collectives import is_part
 if TYPE_CHECKING:
     from zoo.zero.update.probe import Tried, Wrapped
 
+_log = logging.getLogger("zoo.zero")
 _CLASS = " Or pass the class (optimizer=torch.optim.AdamW) and its arguments (lr=3e-4) in the place of an instance."
 
 
@@ -76,6 +78,29 @@ def why_split(buckets: Sequence[Bucket], *, in_backward: bool) -> str | None:
         if part is not None:
             return f"{part!r} is a part along the mesh axes {bucket.spec.axes}"
     return None
+
+
+def has_whole_blocks(wrapped: Wrapped, buckets: Sequence[Bucket], *, in_backward: bool, tells: bool) -> bool:
+    """Whether an optimizer that quantises its states in blocks gets parameters whole and in their shapes.
+
+    Where it does not, blocks of what ranks split are blocks of their parts: ``tells`` warns of that, by name.
+    """
+    if why_split(buckets, in_backward=in_backward) is None:
+        return True
+    cut: list[str] = []
+    for bucket in buckets if tells else ():
+        length = bucket.layout.size // bucket.num_chunks
+        places = zip(bucket.spec.names, bucket.layout.tensors, bucket.layout.offsets, strict=True)
+        if bucket.placements.states.is_split:
+            cut += [name for name, t, at in places if t.numel and at // length != (at + t.numel - 1) // length]
+    if cut:
+        _log.warning(
+            "%s quantises states in blocks, and ranks split %d of the parameters (%s%s): there blocks begin where a "
+            "rank's part does, so that numbers differ from one process's by what quantising loses. Such states cannot "
+            "be saved. At stage 0 parameters are whole, and states are saved.",
+            getattr(wrapped.make, "__name__", wrapped.make), len(cut), ", ".join(cut[:3]), ", …" if cut[3:] else "",
+        )  # fmt: skip
+    return False
 
 
 def cannot_be_unsplit(

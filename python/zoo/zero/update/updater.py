@@ -53,6 +53,7 @@ class Updater:
         objects: it treats some of them otherwise because of which they are.
         instance: that is used where it can get the very parameters of the model.
         asked: attributes of parameters that the optimizer looks for, and flat segments do not have.
+        quantises: it keeps states in blocks of codes, none of which shall have elements of two parameters.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Updater:
         *, sub_group_size: int, offload: OffloadOptimizerConfig, scratch: Scratch | None,
         everyone: Communicator, in_backward: bool = False, multiplies: bool = False, switch: Switch | None = None,
         unsplit: bool = False, objects: bool = False, instance: torch.optim.Optimizer | None = None,
-        asked: Collection[str] = (),
+        asked: Collection[str] = (), quantises: bool = False,
     ) -> None:  # fmt: skip
         self.buckets = buckets
         self.broken: str | None = None
@@ -87,7 +88,7 @@ class Updater:
             self.segments += whole_segments(buckets, groups, masters=not self._scales)
         for bucket in buckets if not unsplit else ():
             self.segments += cut_segments(
-                bucket, masters=not self._scales, by_tensor=whole, in_one_pass=self._scales or fused
+                bucket, masters=not self._scales, by_tensor=whole or quantises, in_one_pass=self._scales or fused
             )
         for segment in self.segments:
             if self._gradient_dtype(segment) is not segment.tensor.dtype:
