@@ -194,6 +194,112 @@ def test_stages_that_share_a_layer_need_names(tmp_path: Path) -> None:
     assert torch.equal(whole.tensor("5.bias", "exp_avg"), opened("pipeline_stage0").tensor("5.bias", "exp_avg"))
 
 
+def rewritten(folder: Path, name: str, change: Any) -> Path:
+    """A copy of a golden checkpoint; ``change(file name, content)`` gives each file another content, or None."""
+    shutil.copytree(GOLDEN / name, folder)
+    for file in (folder / "step").glob("*.pt"):
+        content = torch.load(file, weights_only=False)
+        if change(file.name, content) is not None:
+            torch.save(content, file)
+    return folder
+
+
+def test_flat_masters_and_states_of_a_fused_optimizer(tmp_path: Path) -> None:
+    """As DeepSpeed's FP16_Optimizer has them on a GPU: one tensor for each group."""
+
+    def flatten(name: str, content: Any) -> Any:
+        outer = content["optimizer"]
+        inner, masters = outer["optimizer_state_dict"], outer.pop("fp32_groups")
+        outer["fp32_groups_flat"] = [torch.cat([p.reshape(-1) for p in group]) for group in masters]
+        flat = {}
+        for number, group in enumerate(inner["param_groups"]):
+            states = [inner["state"][member] for member in group["params"]]
+            roles = {role: torch.cat([s[role].reshape(-1) for s in states]) for role in ("exp_avg", "exp_avg_sq")}
+            flat[number] = {**roles, "step": states[0]["step"] if number else int(states[0]["step"])}
+            group["params"] = [number]
+        inner["state"] = flat
+        return content
+
+    whole = opened("stage0_fp16")
+    found = load_deepspeed(rewritten(tmp_path / "run", "stage0_fp16", flatten), "step", groups=names())
+    for name, roles in whole.roles.items():
+        assert roles == found.roles[name]
+        assert all(torch.equal(found.tensor(name, role), whole.tensor(name, role)) for role in roles)
+    assert found.scalars == whole.scalars
+
+    def shorten(name: str, content: Any) -> Any:
+        flatten(name, content)["optimizer"]["optimizer_state_dict"]["state"][1]["exp_avg"].resize_(3)
+        return content
+
+    with pytest.raises(CheckpointError, match="has a flat exp_avg that is too short for its group"):
+        load_deepspeed(rewritten(tmp_path / "short", "stage0_fp16", shorten), "step", groups=names())
+
+
+def test_a_stage_that_has_a_part_of_a_layer_is_refused(tmp_path: Path) -> None:
+    """As many numbers as there are parameters, and not where layers end: some are others than they seem."""
+
+    def move(name: str, content: Any) -> Any:
+        if name.startswith("mp_rank"):
+            group = content["optimizer"]["param_groups"][0]
+            group["params"] = list(range(3 if "00" in name else 5))
+        return content
+
+    with pytest.raises(CheckpointError, match=r"not as many as its layers have parameters \(8\)"):
+        load_deepspeed(rewritten(tmp_path / "run", "pipeline_stage0", move), "step")
+
+    def split(name: str, content: Any) -> Any:
+        if name.startswith("mp_rank"):
+            groups = content["optimizer"]["param_groups"]
+            groups[:] = [{**groups[0], "params": [0, 2]}, {**groups[0], "params": [1, 3]}]
+        return content
+
+    folder = rewritten(tmp_path / "two", "pipeline_stage0", split)
+    with pytest.raises(CheckpointError, match=r"Give groups="):
+        load_deepspeed(folder, "step")
+    given = [[f"{layer}.{part}" for layer in "0235"] for part in ("weight", "bias")]
+    found, whole = load_deepspeed(folder, "step", groups=given), opened("pipeline_stage0")
+    assert all(torch.equal(found.tensor(n, "exp_avg"), whole.tensor(n, "exp_avg")) for n in whole.roles)
+    with pytest.raises(CheckpointError, match="has 2 groups of parameters; groups= names 1"):
+        load_deepspeed(folder, "step", groups=[[*given[0], *given[1]]])
+
+
+def test_buffers_of_layers_have_no_numbers(tmp_path: Path) -> None:
+    def add(name: str, content: Any) -> Any:
+        if name == "layer_03-model_states.pt":
+            content["running"] = torch.arange(3.0)
+        if name == "mp_rank_01_model_states.pt":
+            content["buffer_names"] = ["3.running"]
+        return content
+
+    found, whole = (
+        load_deepspeed(rewritten(tmp_path / "run", "pipeline_stage0", add), "step"),
+        opened("pipeline_stage0"),
+    )
+    assert found.roles["3.running"] == {"buffer": "float32"}
+    assert all(torch.equal(found.tensor(n, "exp_avg"), whole.tensor(n, "exp_avg")) for n in whole.roles)
+
+
+def test_several_groups_of_experts_are_refused(tmp_path: Path) -> None:
+    def split(name: str, content: Any) -> Any:
+        groups = content.get("optimizer", {}).get("param_groups")
+        if groups is not None:
+            half = len(groups[1]["params"]) // 2
+            groups.append({**groups[1], "params": groups[1]["params"][half:]})
+            groups[1]["params"] = groups[1]["params"][:half]
+        return content
+
+    with pytest.raises(CheckpointError, match="has the states of 2 groups of experts by numbers"):
+        load_deepspeed(rewritten(tmp_path / "run", "experts_stage0", split), "step")
+
+    def drop(name: str, content: Any) -> Any:
+        if name.startswith("expp_rank_1"):
+            content["optimizer"]["param_groups"].pop()
+        return content
+
+    with pytest.raises(CheckpointError, match="expp_rank_1 has no group 1, which has the experts"):
+        load_deepspeed(rewritten(tmp_path / "less", "experts_stage0", drop), "step")
+
+
 @pytest.mark.parametrize("name", [n for n in CASES if n.endswith("_stage0") and not n.startswith("tensor")])
 def test_states_by_number_have_options_and_names(name: str) -> None:
     found = opened(name)
