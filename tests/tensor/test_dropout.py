@@ -171,3 +171,61 @@ def test_of_bert_whose_ways_in_and_out_are_in_two_modules(way: str) -> None:
         torch.testing.assert_close(output(Communicator()), expected, rtol=1e-6, atol=1e-7)
 
     sim.run(2, fn, seed=0)
+
+
+class Drawing(Perceptron):
+    def __init__(self, shape: Shape, drop: nn.Module) -> None:
+        super().__init__(shape)
+        self.drop = drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.drop(torch.tanh(self.up(x))))
+        return out
+
+
+class Noise(nn.Module):
+    dropout = 0.3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+@pytest.mark.parametrize("drop", [nn.AlphaDropout(0.3), nn.RReLU(), Noise()])
+def test_what_each_rank_would_draw_for_its_part_is_told(drop: nn.Module) -> None:
+    """Ranks with equal parts and one seed would draw one mask for all of them."""
+    shape = Shape(inner=10)
+
+    def fn(rank: int) -> None:
+        model = Decoder(shape)
+        model.blocks[1].perceptron = Drawing(shape, copy.deepcopy(drop)).double()
+        split(model, plan_of(shape), Communicator())
+        ids = torch.zeros(2, 5, dtype=torch.int64)
+        with pytest.raises(ValueError, match=r"blocks\.1\.perceptron draws by \w+ for a tensor of shape \(2, 5, 5\)"):
+            model(ids)
+        if not isinstance(drop, Noise):
+            model.eval()(ids)
+
+    sim.run(2, fn, seed=0)
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout1d(0.3), nn.FeatureAlphaDropout(0.3)])
+def test_what_is_drawn_alike_for_all_features_is_that_of_one_process(drop: nn.Module) -> None:
+    """One number for all features of a token."""
+    shape, ids = Shape(inner=10), torch.zeros(2, 5, dtype=torch.int64)
+    whole = Decoder(shape)
+    whole.blocks[1].perceptron = Drawing(shape, drop).double()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        expected = whole(ids)
+    copies = [copy.deepcopy(whole) for _ in range(2)]
+
+    def fn(rank: int) -> None:
+        split(copies[rank], plan_of(shape), Communicator())
+        torch.manual_seed(1)
+        torch.testing.assert_close(copies[rank](ids), expected, rtol=1e-11, atol=1e-12)
+
+    sim.run(2, fn, seed=0)

@@ -171,6 +171,8 @@ def test_methods_that_take_a_part_for_the_whole_are_told(tmp_path: Path) -> None
                 model.save_pretrained(tmp_path / "parts")
             with pytest.raises(ValueError, match=r"resize_token_embeddings of a model that is split"):
                 model.resize_token_embeddings(60)
+            with pytest.raises(ValueError, match=r"add_adapter of a model that is split .* add adapters before"):
+                model.add_adapter(None)
             assert not (tmp_path / "parts").exists()
             if rank == 0:
                 model.save_pretrained(tmp_path / "whole", state_dict=dict(whole))

@@ -8,6 +8,8 @@ the size.
 
 Where attention is one operation with dropout inside (``scaled_dot_product_attention``), it is computed by its formula,
 softmax(q k^T / √d + mask) v, as torch's own path for the CPU does where anything is dropped.
+
+What draws otherwise for each element of a part (alpha dropout, noise) is told, in modules that drop something.
 """
 
 from __future__ import annotations
@@ -20,9 +22,26 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from zoo.tensor.region import Region
+
+_AT_TRAINING: Mapping[Any, int] = {
+    F.alpha_dropout: 2, F.dropout1d: 2, F.dropout2d: 2, F.dropout3d: 2, F.feature_alpha_dropout: 2, F.rrelu: 3,
+    torch.alpha_dropout: 2, torch.dropout: 2, torch.feature_alpha_dropout: 2, torch.feature_dropout: 2,
+}  # fmt: skip
+"""Functions that draw if their argument number so and so, ``training``, is true."""
+_OF_CHANNELS = frozenset({
+    F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_dropout,
+})  # fmt: skip
+"""Those that draw one number for all elements of [i, j] of a tensor (i, j, …)."""
+_DRAWS = frozenset({
+    F.gumbel_softmax, torch.bernoulli, torch.multinomial, torch.normal, torch.rand_like, torch.randint_like,
+    torch.randn_like, torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.cauchy_, torch.Tensor.exponential_,
+    torch.Tensor.geometric_, torch.Tensor.log_normal_, torch.Tensor.multinomial, torch.Tensor.normal_,
+    torch.Tensor.random_, torch.Tensor.uniform_,
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,7 +60,8 @@ class Dealt:
 
 def drops(module: nn.Module) -> bool:
     """Whether anything in it is dropped in training: a Dropout layer, or a rate that its forward reads."""
-    rates = [m.p for m in module.modules() if isinstance(m, nn.Dropout)]
+    rates = [m.p for m in module.modules() if isinstance(m, _DropoutNd)]
+    rates += [1.0 for m in module.modules() if isinstance(m, nn.RReLU)]  # draws, as dropout does
     for inner in module.modules():
         rates += [value for name, value in vars(inner).items() if "drop" in name and isinstance(value, float)]
     return any(rate > 0 for rate in rates)
@@ -102,6 +122,29 @@ class WholeMasks:
             self._region.drawing = False
         return whole.narrow(dim, dealt.start, dealt.size)
 
+    def refuse_draws(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise ValueError where ``func`` draws a number for each element of a part: not those that one process draws,
+        and the same ones on ranks with one seed."""
+        at = _AT_TRAINING.get(func)
+        given = kwargs.get("training", kwargs.get("train", args[at] if at is not None and len(args) > at else False))
+        x = args[0] if args else kwargs.get("input")
+        if not isinstance(x, torch.Tensor) or (at is not None and not given):
+            return
+        if self._is_part(x.shape, 2 if func in _OF_CHANNELS else x.dim()):
+            raise ValueError(
+                f"{self._path} draws by {func.__name__} for a tensor of shape {tuple(x.shape)} where each "
+                f"tensor-parallel rank has a part ({self._heads}, {self._features}). torch.nn.functional.dropout and "
+                "scaled_dot_product_attention are drawn as in one process; use these, or draw outside of such layers."
+            )
+
+    def _is_part(self, shape: torch.Size, num_dims: int) -> bool:
+        """Whether the first ``num_dims`` dims have what looks like heads, features or tokens of this rank."""
+        dims, tokens = len(shape), None if self._region.inside else getattr(self._region, "tokens", None)
+        if tokens is not None:
+            return 2 <= dims <= num_dims + 1 and shape[-2] == tokens.mine[1] - tokens.mine[0]
+        heads = self._heads is not None and dims >= 4 and self._heads.size in shape[-3:-1][: num_dims - dims + 3]
+        return heads or (0 < dims <= num_dims and any(dealt.size == shape[-1] for dealt in self._features))
+
     @property
     def active(self) -> bool:
         """Tensors are parts now: between a column-parallel layer and a row-parallel one, or as shares of tokens."""
@@ -123,6 +166,8 @@ class _Mode(TorchFunctionMode):
                 return self._dropout(*args, **kwargs)
             if func is F.scaled_dot_product_attention and _rate(args, kwargs) > 0:
                 return self._attention(*args, **kwargs)
+            if func in _DRAWS or func in _AT_TRAINING:
+                self._masks.refuse_draws(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _dropout(self, x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

@@ -12,6 +12,7 @@ from zoo.parts import checking_hook
 from zoo.tensor.adapters import base_of
 
 _METHODS = {
+    "add_adapter": "would make factors of a part as if it were the matrix; add adapters before zoo.tensor.split",
     "save_pretrained": "would write this rank's parts as if they were the model; give it state_dict=, whole tensors, "
     "on the rank that writes, or save with the engine or zoo.tensor.slices",
     "push_to_hub": "would write this rank's parts as if they were the model; save whole tensors, and upload these",
