@@ -9,7 +9,8 @@
 A Llama of SmolLM2-135M's shape (30 layers of 576, a tied head over 49,152 words) with its 9 heads and 3 of keys and
 values, and with 8 and 4, which other libraries can split. fp32, random values, one thread a rank, two ranks over gloo.
 Training: forward, backward and AdamW of 2 sequences of 128; a token: one more of a sequence with a cache. zoo: with
-torch's AdamW, as the model that is not split; zoo_stage0 and zoo_stage3: under zoo's ZeRO optimizer; dtensor: torch's
+torch's AdamW, as the model that is not split; whole_twice: that model in two processes that know nothing of each
+other, which is what a second busy core costs; zoo_stage0 and zoo_stage3: under zoo's ZeRO optimizer; dtensor: torch's
 own plans; deepspeed: AutoTP, where it is installed. Contenders
 run in turns, in fresh processes; a figure is the median over turns of the median over steps, and a ratio the median
 over turns of ratios within a turn.
@@ -33,9 +34,12 @@ SMOLLM2 = {
 EVEN = {**SMOLLM2, "num_attention_heads": 8, "num_key_value_heads": 4}
 SHAPES = {"9 / 3 heads": SMOLLM2, "8 / 4 heads": EVEN}
 CONTENDERS = {
-    "train": ("whole", "zoo", "zoo_sequence", "zoo_stage0", "zoo_stage3", "transformers", "dtensor", "deepspeed"),
-    "token": ("whole", "zoo", "transformers", "dtensor", "deepspeed"),
-}
+    "train": (
+        "whole", "whole_twice", "zoo", "zoo_sequence", "zoo_stage0", "zoo_stage3", "transformers", "dtensor",
+        "deepspeed",
+    ),
+    "token": ("whole", "whole_twice", "zoo", "transformers", "dtensor", "deepspeed"),
+}  # fmt: skip
 WORKER, RESULTS = "benchmarks.tensor.worker", Path(__file__).with_name("RESULTS.md")
 
 
@@ -57,10 +61,12 @@ def saved(shape: dict[str, int], folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).save_pretrained(folder)
 
 
-def turn(what: str, shape: dict[str, int], folder: Path, steps: int) -> dict[str, Any]:
+def turn(what: str, shape: dict[str, int], folder: Path, steps: int, only: list[str]) -> dict[str, Any]:
     """Of each contender the figures, or why it has none."""
     found: dict[str, Any] = {}
     for contender in CONTENDERS[what]:
+        if only and contender not in ("whole", *only):
+            continue
         spec = {
             "contender": contender, "what": what, "shape": shape, "steps": steps, "folder": str(folder),
             "tied": contender not in ("transformers", "dtensor"),
@@ -97,6 +103,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="tiny models, one turn")
+    parser.add_argument("--only", nargs="+", default=[], help="contenders, beside the whole model")
     parser.add_argument("--write-results", action="store_true")
     args = parser.parse_args()
     parts = []
@@ -106,7 +113,9 @@ def main() -> None:
             saved(shape, Path(folder))
             for what in CONTENDERS:
                 steps = args.steps if what == "train" else 4 * args.steps
-                turns = [turn(what, shape, Path(folder), steps) for _ in range(1 if args.quick else args.turns)]
+                turns = [
+                    turn(what, shape, Path(folder), steps, args.only) for _ in range(1 if args.quick else args.turns)
+                ]
                 header = [what, "CPU ms a rank", "CPU / whole", "wall / whole"]
                 parts.append(f"## {name}: {what}\n\n{table(header, rows_of(turns))}")
                 print(parts[-1], flush=True)

@@ -35,7 +35,7 @@ def built(spec: dict[str, Any]) -> tuple[Any, Any]:
         )
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False) if trains else None
     model = LlamaForCausalLM(config_of(spec))
-    if contender == "whole":
+    if contender.startswith("whole"):
         return model, torch.optim.AdamW(model.parameters(), **adamw) if trains else None
     if contender.startswith("zoo"):
         from zoo.tensor import in_parts, plan_of, split, sum_gradients
