@@ -251,13 +251,15 @@ def test_a_schedule_that_a_program_puts_in_is_told_of(
     assert "TrainSchedule is replaced, or its steps() are: zoo's pipelines run the schedule" in caplog.text
 
 
+@pytest.mark.parametrize("written", ["pipeline_tied", "pipeline_tied_stage0"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_checkpoint_of_deepspeed_with_a_shared_layer_goes_on_with_its_losses(stage: int) -> None:
-    folder = CHECKPOINTS / "pipeline_tied"
+def test_a_checkpoint_of_deepspeed_with_a_shared_layer_goes_on_with_its_losses(stage: int, written: str) -> None:
+    folder = CHECKPOINTS / written
 
     def job(rank: int) -> list[float]:
         model = golden.shared_ends(deepspeed.pipe, nn.MSELoss())
         config = {"train_micro_batch_size_per_gpu": golden.ROWS, "zero_optimization": {"stage": stage}}
+        config |= {"gradient_clipping": 0.0} if written == "pipeline_tied_stage0" else {}
         optimizer = torch.optim.AdamW(model.parameters(), lr=golden.LR)
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         engine.load_checkpoint(folder, tag="step")
@@ -296,14 +298,12 @@ def test_a_checkpoint_of_deepspeeds_pipeline_goes_on_with_its_losses(written: st
         assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_a_shared_layer_without_zero_is_refused_on_all_ranks() -> None:
+def test_the_weights_alone_of_a_shared_layer_without_zero() -> None:
     def job(rank: int) -> None:
         model = golden.shared_ends(deepspeed.pipe, nn.MSELoss())
         optimizer = torch.optim.AdamW(model.parameters(), lr=golden.LR)
         config = {"train_micro_batch_size_per_gpu": golden.ROWS}
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        with pytest.raises(ValueError, match=r"as where stages share a layer.*load_optimizer_states=False"):
-            engine.load_checkpoint(CHECKPOINTS / "pipeline_tied_stage0", tag="step")
         engine.load_checkpoint(CHECKPOINTS / "pipeline_tied_stage0", tag="step", load_optimizer_states=False)
         expected = load_file(CHECKPOINTS / "pipeline_tied_stage0" / "expected.safetensors")
         mine = dict(model.named_parameters())

@@ -15,7 +15,7 @@ from tests.checkpointing.foreign.golden_model import BEFORE, LR, Cut, Net, batch
 from zoo import sim
 from zoo.checkpointing import CheckpointError, MissingStateError
 from zoo.checkpointing.foreign import ForeignCheckpoint, load_deepspeed, load_torch
-from zoo.checkpointing.foreign.deepspeed_whole import _with_steps
+from zoo.checkpointing.foreign.deepspeed_whole import _dealt, _with_steps
 from zoo.layout import Box
 from zoo.zero import Precision, ZeroOptimizer, safe_get_full_fp32_param
 
@@ -180,6 +180,13 @@ def test_stages_that_share_a_layer_need_names(tmp_path: Path) -> None:
         load_deepspeed(GOLDEN / "pipeline_tied_stage0", "step")
     weights = load_deepspeed(GOLDEN / "pipeline_tied_stage0", "step", optimizer_states=False)
     assert set(weights.shapes) == {"0.weight", "2.weight", "2.bias", "5.weight", "5.bias"}
+    told = {"0.": "tied_modules.ends.", "4.": "tied_modules.ends."}
+    found, named = load_deepspeed(GOLDEN / "pipeline_tied_stage0", "step", shared=told), opened("pipeline_tied_stage0")
+    assert found.roles == named.roles
+    assert all(torch.equal(found.tensor(n, r), named.tensor(n, r)) for n, roles in named.roles.items() for r in roles)
+    for wrong in ({"0.": "tied_modules.ends."}, {**told, "5.": "tied_modules.ends."}):
+        with pytest.raises(CheckpointError, match=r"Give groups="):
+            load_deepspeed(GOLDEN / "pipeline_tied_stage0", "step", shared=wrong)
     with pytest.raises(CheckpointError, match=r"which of its layers is 'tied_modules\.ends\.weight': 0 could"):
         load_deepspeed(GOLDEN / "pipeline_tied_stage0", "step", groups=[
             ["0.weight", "2.weight", "2.bias", "tied_modules.ends.weight", "5.weight", "5.bias"]
@@ -298,6 +305,18 @@ def test_several_groups_of_experts_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="expp_rank_1 has no group 1, which has the experts"):
         load_deepspeed(rewritten(tmp_path / "less", "experts_stage0", drop), "step")
+
+
+def test_ways_to_deal_layers() -> None:
+    """Each stage has whole layers; what several have comes first and once in each; two ways are told apart by names."""
+    a, b, ends = ["0.a", "0.b"], ["2.c"], ["tied_modules.ends.w"]
+    assert _dealt([2, 1], [a, b]) == [[*a, *b]]
+    assert _dealt([1, 2], [a, b]) == _dealt([2], [a, b]) == _dealt([2, 1, 1], [a, b]) == []
+    assert _dealt([3, 2], [a, ends, ends, b]) == [[*ends, *a, *ends, *b]]
+    assert _dealt([3, 1], [a, ends, ends, b]) == [[*ends, *a, *b]]  # the second use is the first stage's too
+    assert _dealt([1, 1], [ends, ends, ends]) == [[*ends, *ends]]
+    assert _dealt([2, 2], [["0.x"], ends, ["2.y"], ends]) == [[*ends, "0.x", *ends, "2.y"]]
+    assert len(_dealt([1, 1, 1], [["0.x"], ["1.x"], ["2.x"]])) == 1
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n.endswith("_stage0") and not n.startswith("tensor")])

@@ -70,6 +70,7 @@ def load_deepspeed(
     optimizer_states: bool = True,
     verify: bool = True,
     universal: bool = True,
+    shared: Mapping[str, str] | None = None,
 ) -> ForeignCheckpoint:
     """Open a checkpoint of DeepSpeed: stages 0 to 3, with pipeline and expert files, or universal. A collective.
 
@@ -80,6 +81,8 @@ def load_deepspeed(
             by numbers, so several groups cannot be told apart without it; elsewhere it is not used.
         optimizer_states: without them only the weights are there (masters where there are masters).
         verify: compare every tensor with the checksum that its file has; the ranks share that work.
+        shared: of a pipeline: begin of the names of a layer → of the module that it shares with others, as
+            ``{"0.": "tied_modules.ends.", "4.": "tied_modules.ends."}``; its files do not say it.
         universal: False: without a tag ``latest`` comes before ``latest_universal``.
 
     Raises:
@@ -93,19 +96,27 @@ def load_deepspeed(
     def work() -> None:
         chosen, path = find_folder(directory, tag, universal=universal)
         opened.append(
-            _open(open_folder(path, verify=verify, share=(comm.rank, comm.size)), chosen, groups, optimizer_states)
+            _open(
+                open_folder(path, verify=verify, share=(comm.rank, comm.size)),
+                chosen,
+                groups,
+                optimizer_states,
+                shared or {},
+            )
         )
 
     together(comm, f"loading DeepSpeed's checkpoint {tag or 'latest'!r} of {str(directory)!r}", work)
     return opened[0]
 
 
-def _open(folder: Folder, tag: str, names: Sequence[Sequence[str]] | None, optimizer_states: bool) -> ForeignCheckpoint:
+def _open(
+    folder: Folder, tag: str, names: Sequence[Sequence[str]] | None, optimizer_states: bool, shared: Mapping[str, str]
+) -> ForeignCheckpoint:  # fmt: skip
     path = folder.path
     found = ForeignCheckpoint(tag, path)
     parts = _tensor_ranks(folder)
     if parts:
-        opened = [_open(part, tag, names, optimizer_states) for part in parts]
+        opened = [_open(part, tag, names, optimizer_states, shared) for part in parts]
         deepspeed_tensor.join(found, opened, folder.models[min(folder.models)].get(deepspeed_tensor.INFO))
         found.unknown = folder.unknown
         return found
@@ -118,7 +129,7 @@ def _open(folder: Folder, tag: str, names: Sequence[Sequence[str]] | None, optim
     if not folder.part:
         _check_parallel(folder, stages)
     numbered = folder.layers and optimizer_states and not (folder.universal or folder.optimizers)
-    by_stage = add_stages_states(found, folder, names) if numbered else {}
+    by_stage = add_stages_states(found, folder, names, shared) if numbered else {}
     rests: list[tuple[int, dict[Any, Any], Rest]] = []
     for stage in stages:
         model = folder.models[min(key for key in folder.models if key[1] == stage)]

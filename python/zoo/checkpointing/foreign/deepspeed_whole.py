@@ -27,6 +27,7 @@ _POWERS = {
     "square_avg": 2,
 }  # fmt: skip
 """State → which power of the gradient it is a mean or sum of."""
+_TIED = "tied_modules."
 _UNSCALED = ((0, 18, 3), (0, 19, 8))
 """First and last version that divides gradients by the loss scale and multiplies no loss with it, without ZeRO in fp16;
 0.18.2 multiplies it, and of later ones nothing is known."""
@@ -240,11 +241,13 @@ def _add_experts(
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def add_stages_states(found: ForeignCheckpoint, folder: Folder, names: Names) -> dict[int, Shapes]:
+def add_stages_states(
+    found: ForeignCheckpoint, folder: Folder, names: Names, shared: Mapping[str, str]
+) -> dict[int, Shapes]:  # fmt: skip
     """The same of a pipeline, whose stages have optimizers of their own; returns stage → name → shape of each group.
 
     ``names`` holds those of each group of all stages, one stage after the other; what several stages share is named for
-    each of them, as "tied_modules.<key>.<name>".
+    each of them, as "tied_modules.<key>.<name>". Without them ``shared`` says which layers share a module.
 
     Raises:
         CheckpointError: they cannot be told apart, or do not fit the layers' parameters.
@@ -259,8 +262,12 @@ def add_stages_states(found: ForeignCheckpoint, folder: Folder, names: Names) ->
         for (_, stage), model in sorted(folder.models.items(), key=lambda item: item[0][1])
         if isinstance(model.get("optimizer"), dict)
     ]
-    left = [list(group) for group in names] if names is not None else _in_layers(stages, tensors, folder.path.name)
-    tensors |= _shared(left, tensors, folder.path.name)
+    if names is not None:
+        left = [list(group) for group in names]
+        tensors |= _shared(left, tensors, folder.path.name)
+    else:
+        layers = _layers_of(tensors, shared)
+        left = _in_layers(stages, layers, folder.path.name)
     shapes: dict[int, Shapes] = {}
     for stage, held in stages:
         if len(held.groups) != len(left):
@@ -279,22 +286,53 @@ def add_stages_states(found: ForeignCheckpoint, folder: Folder, names: Names) ->
     return shapes
 
 
-def _in_layers(stages: list[tuple[int, _Numbered]], tensors: dict[str, StoredTensor], what: str) -> list[list[str]]:
-    """The names of the one group of each stage: those of the next whole layers."""
-    order, ends, at = list(tensors), [], 0
-    for _, held in stages:
-        at += len(held.members(0)) if len(held.groups) == 1 else len(order) + 1
-        ends.append(at)
-    layer_of = [name.partition(".")[0] for name in order]
-    cut = any(0 < end < len(order) and layer_of[end - 1] == layer_of[end] for end in ends)
-    if stages and (at != len(order) or cut):
+def _layers_of(tensors: dict[str, StoredTensor], shared: Mapping[str, str]) -> dict[int, list[str]]:
+    """Number of a layer → names of its parameters; those of shared modules are added to ``tensors``."""
+    layers: dict[int, list[str]] = {}
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in list(tensors.items()):
+        number, _, inner = name.partition(".")
+        module = shared.get(f"{number}.")
+        if module is None:
+            layers.setdefault(int(number), []).append(name)
+        else:
+            modules.setdefault(module, {}).setdefault(f"{module}{inner}", tensor)
+    for begin, module in shared.items():
+        layers[int(begin.removesuffix("."))] = list(modules.get(module, {}))
+        tensors |= modules.get(module, {})
+    return layers
+
+
+def _in_layers(
+    stages: list[tuple[int, _Numbered]], layers: Mapping[int, list[str]], what: str
+) -> list[list[str]]:  # fmt: skip
+    """The names of the one group of each stage, one stage after the other: those of the next whole layers. A module
+    that layers share comes first, and once for each stage."""
+    counts = [len(held.members(0)) if len(held.groups) == 1 else -1 for _, held in stages]
+    ways = _dealt(counts, [layers[number] for number in sorted(layers)]) if stages else [[]]
+    if len(ways) != 1:
         raise CheckpointError(
             f"{what} was written without ZeRO: stages of its pipeline have their states by numbers, and not as many as "
-            f"its layers have parameters ({len(order)}), as where stages share a layer. Give groups=[[names of the "
-            "parameters of the first group, stage by stage, each in its order], …], or optimizer_states=False; an "
-            "engine takes load_optimizer_states=False"
+            f"its layers have parameters ({sum(map(len, layers.values()))}), as where stages share a layer. Give "
+            "groups=[[names of the parameters of the first group, stage by stage, each in its order], …], or "
+            "optimizer_states=False; an engine takes load_optimizer_states=False"
         )
-    return [order] if stages else []
+    return ways if stages else []
+
+
+def _dealt(counts: list[int], layers: list[list[str]]) -> list[list[str]]:
+    """The names of all stages one after the other, in every way in which each stage has whole layers with so many."""
+    if not counts:
+        return [] if layers else [[]]
+    found: list[list[str]] = []
+    for end in range(len(layers) + 1):
+        held = dict.fromkeys(name for layer in layers[:end] for name in layer)
+        if len(held) == counts[0]:
+            own = sorted(held, key=lambda name: not name.startswith(_TIED))
+            found += [[*own, *rest] for rest in _dealt(counts[1:], layers[end:])]
+        elif len(held) > counts[0]:
+            break
+    return [list(way) for way in dict.fromkeys(map(tuple, found))]
 
 
 def _shared(left: list[list[str]], tensors: dict[str, StoredTensor], what: str) -> dict[str, StoredTensor]:

@@ -49,10 +49,11 @@ def open_checkpoint(
         return checkpointing.load(directory, tag, everyone)
     states = wanted.optimizer and optimizer is not None
     # Stages of a pipeline know only their own layers, which may be others than those of a stage there.
-    named = optimizer if states and sharded.layers is None else None
+    shared = getattr(module, "foreign_names", {}) if getattr(module, "engine_runner", None) == "pipeline" else {}
+    named = optimizer if states and sharded.layers is None and not shared else None
     found = foreign.load_deepspeed(
         directory, tag, everyone, groups=None if named is None else _their_names(module, named),
-        optimizer_states=states, universal=universal,
+        optimizer_states=states, universal=universal, shared=shared,
     )  # fmt: skip
     found.meta = checkpointing.alike(everyone, what, lambda: _told(module, found))
     return found
