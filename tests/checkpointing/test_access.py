@@ -82,6 +82,7 @@ def test_a_manifest_that_may_not_be_read_is_told_and_not_passed_over(
     assert [(one.tag, one.state) for one in listing(tmp_path, disk=disk)] == [("two", "unreadable"), ("one", "whole")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ENFILE])
 @pytest.mark.parametrize("end", [".index", ".00001.safetensors"])
 @pytest.mark.parametrize("size", [1, 3])

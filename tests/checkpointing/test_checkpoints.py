@@ -346,6 +346,7 @@ def _read_all(found: Checkpoint, rank: int) -> None:
         found.tensor(name)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rank", range(3))
 def test_a_changed_bit_is_found_where_it_is_read(tmp_path: Path, rank: int) -> None:
     write(tmp_path, 3)

@@ -65,6 +65,7 @@ def test_a_dtype_is_loaded_as_it_was_saved_or_refused_when_it_is_saved(tmp_path:
     assert bits(own) == bits(tensor)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ALL)
 def test_no_elements_of_any_dtype_come_back(tmp_path: Path, name: str) -> None:
     """A tensor without elements has no place in a file, only in the manifest, which holds any dtype."""

@@ -227,6 +227,7 @@ class Muted(ModelDisk):
             self.place -= 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_disk_that_fails_at_any_call_is_an_error_on_all_ranks_and_costs_nothing(size: int, number: int) -> None:

@@ -253,6 +253,7 @@ def test_tensors_come_back_from_views_and_without_autograd() -> None:
 RAW = "AAAAAAAAAAA="  # eight bytes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "parts", "said"),
     [

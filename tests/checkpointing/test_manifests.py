@@ -73,6 +73,7 @@ def test_meta_has_the_size_that_was_measured_in_the_manifest(tmp_path: Path) -> 
     assert load(tmp_path).meta == meta
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fields", [{}, {"attempt": "0" * 16}, {"attempt": "../x", "world_size": 1}])
 @pytest.mark.parametrize("number", [2**62 - 1, 2**62, 2**80, -1, True, "7", None])
 def test_a_stray_manifest_spoils_no_save(tmp_path: Path, fields: dict[str, object], number: object) -> None:

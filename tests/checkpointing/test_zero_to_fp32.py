@@ -210,6 +210,7 @@ BAD_INDEX: dict[str, Callable[[dict[str, Any], bytearray], None]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", sorted(BAD_INDEX))
 @pytest.mark.parametrize("reader", ["zoo", "alone"])
 def test_an_index_that_lies_is_refused_before_anything_is_made_of_it(tmp_path: Path, kind: str, reader: str) -> None:

@@ -171,6 +171,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", sorted(WRONG))
 def test_user_errors_are_one_sentence_and_exit_code_2(config: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZOO_TRACEBACK", raising=False)

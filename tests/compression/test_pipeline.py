@@ -60,6 +60,7 @@ def run(
     return losses, engine.optimizer.consolidated_parameters(), [t.site.name for t in transforms_of(engine.module)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("world", "stage", "schedule"), [(2, 0, "1f1b"), (4, 1, "gpipe"), (2, 1, "zb_v")])
 def test_stages_compute_what_one_process_does(world: int, stage: int, schedule: str) -> None:
     (losses, values, names), *_ = sim.run(1, lambda rank: run(1, 0, BOTH))
@@ -113,6 +114,7 @@ def traced(num_stages: int, section: dict[str, Any]) -> tuple[list[float], dict[
     return losses, engine.optimizer.consolidated_parameters()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "section",
     [

@@ -56,6 +56,7 @@ def words() -> TensorDataset:
     return TensorDataset(x, (x + 3) % 12)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("method", ["l1", "topk"])
 def test_what_an_engine_has_trained_is_smaller_when_it_is_clean(stage: int, method: str) -> None:

@@ -56,6 +56,7 @@ def documented() -> Iterator[tuple[str, str | None]]:
                 yield f"{section}.params.{key}", "scheduler.params" if both else f'{section} "{name}"'
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("path", "title"), list(documented()), ids=str)
 def test_every_documented_key_is_on_the_page(path: str, title: str | None) -> None:
     row = found(path, title)

@@ -27,6 +27,7 @@ def test_json_and_yaml_say_the_same(tmp_path: Path) -> None:
     assert load(first, world_size=1) == load(str(second), world_size=1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

@@ -155,6 +155,7 @@ def _trained(stage: int, **more: Any) -> Any:
     return engine
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["all ranks", "gathered", "one rank"])
 def test_a_model_that_an_engine_has_takes_the_weights_of_a_checkpoint(tmp_path: Path, stage: int, how: str) -> None:

@@ -39,6 +39,7 @@ def plain(steps: int, clip: float = 0.0) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("by_itself", [False, True])
 @pytest.mark.parametrize(
     ("stage", "more"),

@@ -192,6 +192,7 @@ def run(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("keep", [0, 1, 3, 9])
 def test_inputs_of_checkpointed_layers_wait_elsewhere_and_gradients_are_the_same(keep: int) -> None:
     model, x, expected = model_and_gradients()

@@ -125,6 +125,7 @@ def ours() -> dict[str, Any]:
     return signatures.dump("zoo.deepspeed")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("module", sorted({name.partition(":")[0] for name in PEER}))
 def test_what_deepspeed_takes_is_taken(module: str, ours: dict[str, Any]) -> None:
     told = [f"{name} {why}" for name in PEER if name.partition(":")[0] == module and (why := amiss(name, ours))]

@@ -212,6 +212,7 @@ def _train(engine: Engine, steps: int) -> list[float]:
     return [float(engine.train_batch()) for _ in range(steps)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_resuming_is_never_having_stopped_to_the_last_bit(tmp_path: Path, number: int) -> None:
     def first(rank: int) -> list[float]:

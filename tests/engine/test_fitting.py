@@ -116,6 +116,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     refused(tmp_path, stage, said, **now)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("first", ["of torch", "of zoo"])
 def test_an_optimizer_that_counts_no_steps_goes_on_as_one_that_does_and_back(

@@ -88,6 +88,7 @@ def test_at_every_stage(case: str, stage: int, world: int) -> None:
     assert found == pytest.approx(torch.tensor(theirs(name)).mean(0).tolist(), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "section"), [
     ("stage1_bf16", {"bf16": {"enabled": True}}), ("stage3_bf16", {"bf16": {"enabled": True}}),
     ("stage2_fp16", {"fp16": {"enabled": True, "initial_scale_power": 9}}),
@@ -257,6 +258,7 @@ def test_an_engine_that_evaluates_takes_the_weights(stage: int) -> None:
         assert mine == pytest.approx(expected[0], rel=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "tag"), [("stage0", "step"), ("stage3", "step"), ("stage2", "universal")])
 def test_imported_it_is_the_same(tmp_path: Path, name: str, tag: str) -> None:
     named = [[n for n, p in Net().named_parameters() if p.requires_grad and (p.dim() > 1) is matrix]

@@ -128,6 +128,7 @@ def test_records_losses_and_rates_are_those_of_steps_that_are_waited_for(
         assert repr(waiting) == repr(other)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from zoo import sim
 from zoo.engine import initialize
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 3])
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"tensor": 2, "data": -1}])
 def test_ranks_beside_the_data_axis_repeat(number: int, axes: dict[str, int]) -> None:

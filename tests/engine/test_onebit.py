@@ -30,6 +30,7 @@ def values(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in engine.module.named_parameters()}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", WAYS)
 def test_a_document_names_it_and_a_checkpoint_goes_on(name: str, tmp_path: Path) -> None:
     """The same bits as without a stop, also between two steps in which ranks agree."""

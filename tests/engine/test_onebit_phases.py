@@ -122,6 +122,7 @@ def test_folded_errors_are_less_to_write_and_enough_to_go_on(tmp_path: Path, sta
         assert {role for role in folded.roles["layers.0.weight"] if role.startswith(("feedback", "owed"))} == {"owed"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_adam_and_onebit_adam_go_on_from_each_other(tmp_path: Path, stage: int) -> None:
     adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
@@ -148,6 +149,7 @@ def test_adam_and_onebit_adam_go_on_from_each_other(tmp_path: Path, stage: int) 
         assert all(same(a, b) for a, b in zip(of_rank, runs[0], strict=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_skipped_steps_of_a_dynamic_loss_scale_leave_everything(way: dict[str, Any]) -> None:
     """Also in the midst of local steps, and where only one rank's gradients overflow."""
@@ -168,6 +170,7 @@ def test_skipped_steps_of_a_dynamic_loss_scale_leave_everything(way: dict[str, A
             torch.testing.assert_close(a[name], b[name], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (0, "bf16"), (2, "float32")])
 def test_accumulation_over_the_end_of_the_warm_up(stage: int, dtype: str) -> None:
     """Micro-batches of a step are one gradient, whichever phase it belongs to; at stage 2 each is compressed."""

@@ -242,6 +242,7 @@ def test_a_name_is_taken_once() -> None:
     assert list(begin({}, parts={"heat": Closes()}).parts) == ["heat"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_the_record_has_sums_and_means_of_all_ranks(number: int) -> None:
     def job(rank: int) -> list[StepRecord]:
@@ -296,6 +297,7 @@ def test_tokens_are_counted() -> None:
         assert (record.tokens, record.total_tokens, record.samples) == (22, 44, 4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_a_step_has_one_small_collective_and_a_record_none(number: int) -> None:
     def job(rank: int) -> tuple[int, int]:

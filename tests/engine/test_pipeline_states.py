@@ -47,6 +47,7 @@ def test_a_pipeline_of_deepspeed_goes_on_at_any_number_of_stages(stages: int, st
         assert mine == pytest.approx(theirs("pipeline")[0], rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stages", "ranks", "stage", "half"), [(2, 2, 1, False), (2, 4, 3, True), (3, 3, 0, True)])
 def test_the_state_dict_of_all_stages(stages: int, ranks: int, stage: int, half: bool) -> None:
     def job(rank: int) -> dict[str, torch.Tensor]:

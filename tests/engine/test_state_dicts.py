@@ -94,6 +94,7 @@ def test_a_function_that_loads_everything_is_loading(first: Any, second: Any, ha
         sim.run(other, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 2, 3])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("only", [False, True])

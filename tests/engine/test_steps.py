@@ -537,6 +537,7 @@ def test_how_gradients_travel_changes_nothing_but_rounding(number: int, changes:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_the_type_in_which_micro_batches_are_added_up(number: int) -> None:
     """What the sums are is a law of its own (``tests/laws/test_accumulate_dtype.py``)."""
@@ -571,6 +572,7 @@ class Words(nn.Module):
         return self.out(self.words(tokens)).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_embeddings_travel_as_rows(number: int) -> None:
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}

@@ -102,6 +102,7 @@ def test_none_of_torchs_schedules_is_left_out() -> None:
     assert named <= set(MAKE)
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("kind", sorted(MAKE))
@@ -116,6 +117,7 @@ def test_it_continues_with_exactly_the_same_rates(tmp_path: Path, kind: str) -> 
     assert len({str(rates) for rates in expected}) > 1  # otherwise this test would show nothing
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("kind", sorted(MAKE))

@@ -81,6 +81,7 @@ def check(found: object) -> None:
     assert found == pytest.approx(expected, abs=TOLERANCE)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_on_two_simulated_ranks(stage: int) -> None:
     first, second = sim.run(2, lambda rank: losses(stage))
@@ -88,6 +89,7 @@ def test_every_stage_on_two_simulated_ranks(stage: int) -> None:
     check(first)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (4, 2), (4, 3)])
 def test_other_numbers_of_ranks(world_size: int, stage: int) -> None:
     for found in sim.run(world_size, lambda rank: losses(stage)):

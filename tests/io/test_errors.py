@@ -340,6 +340,7 @@ def test_dropping_futures_and_tensors_in_flight_loses_nothing(folder: Path) -> N
     assert all(ref() is None for ref in watch), "and let go afterwards"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("verb", ["write", "read"])
 @pytest.mark.parametrize("swap", ["data", "set_", "swap_tensors"])
 def test_a_tensor_whose_storage_is_swapped_in_flight_leaves_its_memory_to_the_operation(

@@ -135,6 +135,7 @@ def test_it_is_as_near_to_the_product_as_the_header_says(
             assert bool(((packed_linear(x, weight).double() - exactly).abs() <= bound).all()), isa
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -54,6 +54,7 @@ def test_every_instruction_set_equals_the_reference(
     assert_all_same(lambda: [softmax_backward(dy, y, scale=scale)], [grad])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", [(1031, 1021), (3, 2**18 + 1), (1, 2**20 + 7)])
 def test_large_shapes_and_threads_change_nothing(shape: tuple[int, int]) -> None:
     x, dy = tensor(shape, torch.float32, 0, offset=1), tensor(shape, torch.float32, 1)

@@ -98,6 +98,7 @@ def test_powers_by_squaring_are_as_good_as_those_of_the_library(beta: float) -> 
 VARIANTS = [(rule, flags) for rule, all_flags in ALLOWED.items() for flags in all_flags]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["native", "reference"])
 @pytest.mark.parametrize(("rule", "flags"), VARIANTS, ids=lambda x: getattr(x, "name", None) or str(int(x)))
 @given(skips=st.booleans(), master=st.booleans(), seed=st.integers(0, 100), isa=st.integers(0, 2))

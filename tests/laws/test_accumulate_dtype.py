@@ -200,6 +200,7 @@ def test_files_of_gradients_have_room(stage: int, tmp_path: Any) -> None:
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulate", [None, FP32])
 @pytest.mark.parametrize("reduce", [None, BF16])

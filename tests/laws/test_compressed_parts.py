@@ -363,6 +363,7 @@ def piped(pipe: int, section: dict[str, Any]) -> Outcome:
     return losses, *outcome(engine, 0)[1:]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "section",
     [

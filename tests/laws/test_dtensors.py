@@ -233,6 +233,7 @@ def test_groups_and_instances_are_given_with_the_dtensors_themselves(stage: int)
     assert_equal(whole(sim.run(case.world, fn)), reference(case, 3, make)[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_module_has_its_dtensors_inside_in_copies_and_afterwards(stage: int) -> None:
     case = Case(stage=stage, hidden=5)

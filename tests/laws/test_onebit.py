@@ -73,6 +73,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("placement", PURE + GROUPS, ids=str)
 def test_a_warm_up_is_adam_bit_for_bit(placement: dict[str, Any]) -> None:
     ways = (ADAM | {"freeze_step": 9}, {"optimizer": AdamW, "lr": 0.05, "weight_decay": 0.0})
@@ -91,6 +92,7 @@ def test_stages_have_the_same_bits(way: dict[str, Any], placements: list[dict[st
     assert warm is None or not same(warm, found[0][0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", [ADAM, LAMB, ZERO_ONE], ids=["Adam", "Lamb", "ZeroOne"])
 @pytest.mark.parametrize("placement", [{"stage": 0}, {"stage": 2, "mics_shard_size": 2}], ids=str)
 def test_how_buckets_and_pieces_are_cut_does_not_matter_much(way: dict[str, Any], placement: dict[str, Any]) -> None:

@@ -379,6 +379,7 @@ def test_stages_have_the_same_bits(way: dict[str, Any], case: Case, placements: 
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("case", "placement"),
     [(replace(FULL, pipe=1), GROUPS[1]), (CUT, {"stage": 0}), (replace(CUT, pipe=1, tensor=4, data=1), PURE[1])],

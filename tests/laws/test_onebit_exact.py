@@ -48,6 +48,7 @@ SAME = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", SAME.values(), ids=SAME)
 @examples(times=0.5)
 @given(case=three_axes.cases())

@@ -49,6 +49,7 @@ def change(optimizer: ZeroOptimizer, **options: Any) -> None:
 # Options that change between steps ------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", EACH.values(), ids=EACH)
 @pytest.mark.parametrize("placement", PLACES, ids=str)
 def test_a_warm_up_that_is_made_longer_is_one_of_all_ranks(way: dict[str, Any], placement: dict[str, Any]) -> None:
@@ -299,6 +300,7 @@ def written(way: dict[str, Any], placement: dict[str, Any], at: int, gathered: b
     return sim.run(4, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("placement", [PURE[0], GROUPS[1]], ids=str)
 def test_what_is_written_where_ranks_agree_stays(placement: dict[str, Any], gathered: bool) -> None:

@@ -179,6 +179,7 @@ def test_training_has_the_bits_of_dense_gradients(
         sim.run(world, fn, seed=seed)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("how", ["cpu", "nvme", "update_in_backward", "divergent", "quantised weights", "clipping"])
 def test_next_to_other_options(stage: int, how: str, tmp_path: Any) -> None:

@@ -229,6 +229,7 @@ class WithBuffers(nn.Module):
         return [float(e.rows) for e in self.moe.experts.list]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1), (2, 2), (2, 4)])
 def test_buffers_of_experts_are_saved_by_global_expert(tmp_path: Path, saved: int, loaded: int) -> None:
     def engine_of(ep_size: int) -> Engine:

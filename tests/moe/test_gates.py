@@ -64,6 +64,7 @@ def test_every_gate(made: Made, tokens: int, experts: int, data: st.DataObject) 
     assert bool(torch.isfinite(gate.weight.grad).all())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("made", GATES, ids=lambda made: made.name)
 def test_evaluation_draws_nothing_and_one_key_draws_once(made: Made) -> None:
     torch.manual_seed(0)

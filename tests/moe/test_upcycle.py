@@ -169,6 +169,7 @@ def test_an_engine_adds_the_balance_loss() -> None:
     engine.destroy()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["gated", "odd"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_saved_as_one_file_has_all_experts(kind: str, stage: int, tmp_path: Path) -> None:

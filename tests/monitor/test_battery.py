@@ -123,6 +123,7 @@ def check_round_trip(name: str, written: list[StepRecord]) -> None:
         assert by_name(entry.read(place_of(name, Path(folder)))) == expected(entry, written)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CHEAP)
 @given(written=records())
 def test_its_reader_finds_what_was_written(name: str, written: list[StepRecord]) -> None:
@@ -280,6 +281,7 @@ def test_a_missing_package_is_told_when_the_engine_is_built(
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CHEAP)
 def test_ten_thousand_records_take_seconds(name: str, tmp_path: Path) -> None:
     sink, begun = build(name, tmp_path), time.process_time()

@@ -102,6 +102,7 @@ def sample(replica: int, step: int) -> torch.Tensor:
     return torch.randn(2, 8, 12, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 def test_training_over_data_times_sequence_ranks_equals_one_process(stage: int) -> None:
     options = {"lr": 0.1, "momentum": 0.9}

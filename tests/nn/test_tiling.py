@@ -106,6 +106,7 @@ class Measured(nn.Linear):
         return super().forward(Probe.apply(x, type(self).measure))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("prefetch", [0, None])
 def test_gathered_memory_is_that_of_a_tile(inside: bool, prefetch: int | None) -> None:

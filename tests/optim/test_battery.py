@@ -58,6 +58,7 @@ def test_it_agrees_with_torch(name: str) -> None:
         torch.testing.assert_close(a, b, **tolerance)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_and_loaded_it_goes_on_as_if_never_stopped(name: str, dtype: torch.dtype) -> None:

@@ -379,6 +379,7 @@ def test_a_name_given_to_a_zero_optimizer_is_checked_too() -> None:
         ZeroOptimizer(nn.Linear(2, 2), optimizer="Adam", amsgrad=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("params", "fits"),
     [

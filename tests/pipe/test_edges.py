@@ -146,6 +146,7 @@ class Counted(Layer):
         return (self.linear(x[0]) * x[1]).sum(0, keepdim=True).expand(3, WIDTH)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["value", "shape", "gradient"])
 def test_an_output_that_changes_is_refused_or_travels_with_a_header(what: str) -> None:
     specs = [LayerSpec(Counting, what), LayerSpec(Counted)]

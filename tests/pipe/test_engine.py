@@ -96,6 +96,7 @@ def mixed(m: int, length: int = 3) -> Any:
     return given, torch.randn(2, length, 1, generator=generator)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
 def test_activations_are_trees_and_change_their_shapes(schedule: str) -> None:
     case = Case(schedule=schedule, pipe=2, num_micro=2)

@@ -128,6 +128,7 @@ def by_device(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.c(y.float())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("forward", [without_gradients, with_gradients_again, in_bfloat16, in_float32, by_device])
 def test_regions_of_a_forward_are_entered_in_each_one(forward: Forward) -> None:
     same(forward)

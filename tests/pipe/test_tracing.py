@@ -169,6 +169,7 @@ def check(make: Callable[[], nn.Module], batches: Any, ranks: int, stage: int, f
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("ranks", "stage", "how"), [
     (2, 0, {"num_stages": 2}),
     (2, 3, {"num_stages": 2, "activation_checkpoint_interval": 1}),
@@ -181,6 +182,7 @@ def test_a_model_that_is_cut_trains_as_it_does_whole(ranks: int, stage: int, how
     check(made, batch, ranks, stage, **how)
 
 
+@pytest.mark.matrix
 @needs_transformers
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("stage", [0, 3])

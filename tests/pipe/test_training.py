@@ -228,6 +228,7 @@ def test_any_pipeline_trains_as_one_process_does(case: Case, semantics: Any) -> 
         check(case)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_v"])
 def test_stages_of_zero_have_the_same_bits(schedule: str) -> None:
     cases = [Case(schedule=schedule, stage=stage, data=2, clip=0.1, tied=True) for stage in range(4)]

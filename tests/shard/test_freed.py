@@ -89,6 +89,7 @@ def forward_alone(stage: int) -> list[object]:
 USES = [trained, backward_last, forward_last, failed_backward, driven, kept_by_its_model, forward_alone]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_dropped_is_freed(stage: int) -> None:
     def on_rank(rank: int) -> list[tuple[str, weakref.ref[object]]]:

@@ -100,6 +100,7 @@ def test_the_table_says_what_gradients_are() -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 def test_a_model_that_is_given_back_runs_on_one_rank_alone(stage: int) -> None:
     """Nothing of ours runs with it any more, nor does it keep anything of ours alive."""

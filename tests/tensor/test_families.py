@@ -129,6 +129,7 @@ def test_a_base_model_under_another_name_has_the_plan_of_its_family(name: str, k
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "kind"), [("bert", "BertLMHeadModel"), ("gpt2", "GPT2LMHeadModel")])
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_decoder_looks_at_an_encoder(name: str, kind: str, degree: int) -> None:

@@ -52,6 +52,7 @@ def test_the_byte_model() -> None:
     same_cuts(model, guess(model, IDS), model.tensor_plan())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-groups", "phi3", "gptj", "bert"])
 def test_families(name: str) -> None:
     pytest.importorskip("transformers")
@@ -63,6 +64,7 @@ def test_families(name: str) -> None:
     same_cuts(model, guess(model, input_ids=IDS, use_cache=False), known(model))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["Roberta", "StableLm", "GPTBigCode"])
 def test_models_of_transformers_without_a_plan(name: str) -> None:
     transformers = pytest.importorskip("transformers")

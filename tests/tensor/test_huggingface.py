@@ -37,6 +37,7 @@ def styled(name: str) -> Any:
         return kind(config(**{**NO_TOKENS, **GROUPED, **(LATENT if "moe" in name else {})}))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", STYLED)
 def test_models_of_no_family_are_split_by_the_styles_that_they_ship(name: str) -> None:
     model = styled(name)

@@ -69,6 +69,7 @@ def test_the_run_is_the_same(tmp_path: Path, stage: int, monkeypatch: pytest.Mon
     assert [result.tokens for result in late] == [result.tokens for result in waits]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_step_that_is_not_finite_is_found_before_the_next_update(tmp_path: Path, stage: int, every: int) -> None:

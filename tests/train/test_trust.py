@@ -69,6 +69,7 @@ def test_an_empty_folder_is_no_run_and_a_file_is_no_folder(tmp_path: Path) -> No
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("keep", [1, 2, None])
 def test_the_last_checkpoints_are_kept(tmp_path: Path, keep: int | None) -> None:
     run(tmp_path, keep_checkpoints=keep, checkpoint_every=3)

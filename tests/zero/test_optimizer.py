@@ -135,6 +135,7 @@ def test_values_of_rank_0_are_everyones() -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cls", ALL)
 @pytest.mark.parametrize("world", [1, 3])
 def test_fp16_skips_the_step_on_all_ranks_when_one_overflows(cls: type[ZeroOptimizer], world: int) -> None:
@@ -265,6 +266,7 @@ def test_state_moves_between_placements(
     assert {k: v for _, s in loaded for k, v in s.items()} == scalars
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cls", ALL)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_state_dict_continues_exactly(cls: type[ZeroOptimizer], frozen: bool) -> None:

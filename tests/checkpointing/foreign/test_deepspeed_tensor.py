@@ -22,6 +22,7 @@ from zoo.tensor import plan_of_partition_config, split
 from zoo.zero import ZeroOptimizer
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "stage", "degree"), [
     ("tensor_stage0", 1, 1), ("tensor_stage1", 0, 2), ("tensor_stage1", 3, 3), ("tensor_stage3", 2, 2),
 ])  # fmt: skip

@@ -70,6 +70,7 @@ def gguf(path: Path) -> None:
     path.write_bytes(head + bytes(-len(head) % 32) + data)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "tag"), [("stage1", None), ("stage3", None), ("stage2", "universal"), ("pipeline", None)]
 )

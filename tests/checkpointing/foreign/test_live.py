@@ -202,6 +202,7 @@ def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
     sim.run(2, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_model_and_the_optimizer_themselves_are_saved(tmp_path: Path, stage: int) -> None:
     """Without live(): as rows of DTensors, gathered bucket by bucket."""

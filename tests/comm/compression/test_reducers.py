@@ -124,6 +124,7 @@ def test_other_ranks_take_over_what_is_owed(size: int, other: int, numel: int, s
     assert torch.allclose(paid, due, atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["onebit", "int8", "top_k", "power_sgd"])
 def test_the_mean_comes_out_in_the_long_run(name: str) -> None:
     """What ranks give again and again is what they get on average: the error stays bounded."""

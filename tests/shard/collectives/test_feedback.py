@@ -109,6 +109,7 @@ def total(state: dict[tuple[str, str], torch.Tensor], name: str, world: int) -> 
     return owed + sum(state.get((name, f"feedback.{r}"), torch.zeros(())) for r in range(world)) / world
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("other", [1, 2, 3, 4])
 def test_errors_survive_another_number_of_ranks(other: int) -> None:
     def save(rank: int) -> Any:

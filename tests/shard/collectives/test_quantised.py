@@ -331,6 +331,7 @@ def where(device: str, folder: Path, **more: Any) -> dict[str, Any]:
     return {"device": device, **({"nvme_path": folder, "max_in_cpu": 0} if device == "nvme" else {}), **more}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("device", ["none", "cpu"])

@@ -262,6 +262,7 @@ def test_a_checkpoint_reads_what_it_writes_when_it_writes_it(tmp_path: Path) -> 
         assert train(model, again, range(2, 4)) == expected
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", [1, 32])
 @pytest.mark.parametrize("optimizer", [AdamW, torch.optim.AdamW])
 @pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
@@ -300,6 +301,7 @@ def test_what_is_saved_before_the_first_step_is_what_there_is(
             assert torch.equal(step(model, again)["weight"], wanted["weight"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("states", TIERS)
 @pytest.mark.parametrize("parameters", TIERS)
 @pytest.mark.parametrize("optimizer", [AdamW, torch.optim.AdamW])
@@ -356,6 +358,7 @@ def test_a_plan_for_gpus_has_the_states_on_the_host(stage: int, dtype: torch.dty
     assert optimizer.forecast().tiers["host"] == 3 * 4 * elements + counter + gradients
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 2])
 def test_close_goes_on_where_a_device_failed(tmp_path: Path, param_dtype: torch.dtype | None, world: int) -> None:

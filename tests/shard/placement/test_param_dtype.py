@@ -92,6 +92,7 @@ def test_ranks_must_agree_on_it() -> None:
     assert isinstance(caught.value.__cause__, CollectiveMismatchError)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("cls", BOTH)
 def test_it_holds_one_master_and_no_second_copy(stage: int, cls: Any) -> None:

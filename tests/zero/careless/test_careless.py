@@ -130,6 +130,7 @@ def test_a_backward_through_a_forward_before_the_update_is_refused(stage: int) -
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero_grad_between_forward_and_backward(stage: int) -> None:
     def fn(rank: int) -> None:

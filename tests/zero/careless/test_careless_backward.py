@@ -46,6 +46,7 @@ def again(model: nn.Module, optimizer: ZeroOptimizer, rank: int) -> None:
     one_step(model, optimizer, rank)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("fail", LONE)
 @pytest.mark.parametrize("then", ["zero_grad", "forward", "step"])
@@ -253,6 +254,7 @@ class Returns(nn.Module):
         return out
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("threshold", [0, 10**6])
 @pytest.mark.parametrize("sync", [True, False])
@@ -332,6 +334,7 @@ def test_gradients_of_activations_on_the_way_cost_gathers_only() -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("keep", [0, 100, None])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_backward_keeps_little_for_forwards_that_wait(keep: int | None, together: bool) -> None:

@@ -46,6 +46,7 @@ THEN: dict[str, Callable[[Any, ZeroOptimizer, int], Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("interrupt", [False, True])
 @pytest.mark.parametrize("then", THEN)
 @pytest.mark.parametrize("grad", [False, True])

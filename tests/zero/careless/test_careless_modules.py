@@ -252,6 +252,7 @@ def test_states_that_come_back_to_other_memory_are_the_ones_that_train(
         assert all(torch.equal(moved[n], stayed[n]) for n in stayed)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_dropped_while_their_reduction_is_under_way(stage: int) -> None:
     def fn(rank: int) -> None:

@@ -154,6 +154,7 @@ def test_a_norm_that_is_none_is_refused_without_gradients_too() -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("frozen", ["first", "last", "blocks.1", "blocks", "blocks.1.weight"])
 @pytest.mark.parametrize(("stage", "options"), [(0, {}), (2, {}), (3, {}), (3, {"overlap_comm": False})])
 def test_parameters_that_are_frozen_for_a_while_on_one_rank(stage: int, options: dict[str, Any], frozen: str) -> None:

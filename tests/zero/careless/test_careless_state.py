@@ -301,6 +301,7 @@ GROUP_EDITS: list[tuple[Callable[[list[dict[str, Any]], Any], None], str]] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("edit", "match"), GROUP_EDITS)
 def test_groups_are_those_of_construction(

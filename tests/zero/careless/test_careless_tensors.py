@@ -30,6 +30,7 @@ NO_CHANGE: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", NO_CHANGE)
 def test_a_conversion_to_what_the_model_is_already_changes_nothing(stage: int, way: str) -> None:
@@ -102,6 +103,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_parameters_that_came_after_construction_are_refused(stage: int, change: Callable[[Any], None]) -> None:

@@ -87,6 +87,7 @@ def test_a_backward_for_an_input_while_all_is_frozen_is_no_step(stage: int) -> N
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["data", "gathered"])
 def test_new_values_between_a_forward_and_its_backward_are_refused_on_all_ranks(stage: int, way: str) -> None:

@@ -394,6 +394,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("options", "error", "match"), WRONG)
 def test_arguments_of_wrong_kinds_are_refused_by_a_sentence(
     options: dict[str, Any], error: type[Exception], match: str

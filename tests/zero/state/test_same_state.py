@@ -27,6 +27,7 @@ def refused(model: Any, optimizer: ZeroOptimizer, state: Any, match: str, rank: 
     check(optimizer, twin(2, steps + 1, **MOMENTUM))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_state_of_an_earlier_step_on_one_rank(stage: int) -> None:
     def fn(rank: int) -> None:
@@ -43,6 +44,7 @@ def test_a_state_of_an_earlier_step_on_one_rank(stage: int) -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_moments_are_counted_on_from_what_was_loaded(stage: int) -> None:
     """A program that went on from step 1 has made as many updates since as the one before it."""

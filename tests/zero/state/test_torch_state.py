@@ -298,6 +298,7 @@ def _other_group(states: dict[str, Any]) -> None:
     states["param_groups"][0]["params"].append("lost")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -181,6 +181,7 @@ def test_diloco_and_local_sgd_are_their_papers(
         np.testing.assert_allclose(params, want[:, rank], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("placement", [{"stage": 0}, {"stage": 1}, {"stage": 2, "mics_shard_size": 2}], ids=str)
 def test_a_warm_up_ends_when_the_variance_is_stable(placement: dict[str, Any]) -> None:
     """β2 = 0.8: looked at every 5 steps, frozen when ‖v‖₁ has changed by less than 4 %; the forecast knows of it."""

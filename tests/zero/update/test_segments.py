@@ -70,6 +70,7 @@ def test_cuts_change_neither_weights_nor_states(stage: int, options: dict[str, A
         same(trained(stage, num_bytes, states, **options)[1], expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_state_whose_neighbours_are_apart_is_read(stage: int) -> None:
     """As one that was saved segment by segment; one that lacks a neighbour is refused."""
