@@ -7,6 +7,7 @@ import torch
 from tests.processes import run_ranks
 from tests.tensor.gradients import whole_gradients
 from tests.tensor.models import Decoder, Shape, plan_of
+from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
 from zoo.comm import Communicator
@@ -156,3 +157,22 @@ def test_the_norm_of_gradients_is_that_of_the_whole_model(degree: int, sequence:
                 torch.testing.assert_close(parameter.grad, mine, rtol=1e-9, atol=1e-9)
 
     sim.run(degree, fn, seed=0)
+
+
+def test_gradients_of_a_model_that_is_split_along_an_axis_of_another_name() -> None:
+    shape = Shape(heads=3, kv=1, norm=True)
+    whole, ids = Decoder(shape), torch.randint(shape.vocab, (2, 5), generator=torch.Generator().manual_seed(0))
+    whole(ids).sin().sum().backward()
+    expected = whole.blocks[0].attention.k.weight.grad
+
+    def fn(rank: int) -> None:
+        model = Decoder(shape)
+        split(model, plan_of(shape), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), axis="tp")
+        model(ids).sin().sum().backward()
+        with pytest.raises(ValueError, match="is split along 'tp', and axis='tensor' is asked for"):
+            sum_gradients(model, axis="tensor")
+        sum_gradients(model)
+        torch.testing.assert_close(model.blocks[0].attention.k.weight.grad, expected, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(gradient_norm(model), gradient_norm(whole), rtol=1e-11, atol=1e-12)
+
+    sim.run(2, fn, seed=0)

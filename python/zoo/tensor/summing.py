@@ -12,7 +12,7 @@ from zoo.tensor.plans import AXIS
 
 
 @torch.no_grad()
-def sum_gradients(model: nn.Module, *, axis: str = AXIS) -> None:
+def sum_gradients(model: nn.Module, *, axis: str | None = None) -> None:
     """Add up over ranks the gradients of which each rank has a summand: of keys and values that several ranks need, of
     norms of heads, of what sees a share of the tokens.
 
@@ -22,8 +22,14 @@ def sum_gradients(model: nn.Module, *, axis: str = AXIS) -> None:
 
     ``torch.nn.utils.clip_grad_norm_`` takes this rank's parts for the whole model, so that each rank is clipped by
     another number: see :func:`gradient_norm`.
+
+    Args:
+        axis: along which the model is split; None: it says so itself.
+
+    Raises:
+        ValueError: it is split along another one.
     """
-    comm = _comm_of(model)
+    comm, axis = _split(model, axis)
     if comm is None:
         return
     for parameter in model.parameters():
@@ -36,14 +42,14 @@ def sum_gradients(model: nn.Module, *, axis: str = AXIS) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(model: nn.Module, *, axis: str = AXIS) -> torch.Tensor:
+def gradient_norm(model: nn.Module, *, axis: str | None = None) -> torch.Tensor:
     """√ Σ g² over all gradients g of the whole model: the same number on all ranks, whatever the degree.
 
     After :func:`sum_gradients`, and before ``torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)``.
     Collective over the axis. A tensor (), in fp32 at least. Parts of ranks do not overlap in a model that was split
-    with ``training=True``.
+    with ``training=True``. ``axis``: as above.
     """
-    comm = _comm_of(model)
+    comm, axis = _split(model, axis)
     # Of what all ranks have alike, and of parts.
     squares = [torch.zeros((), dtype=torch.float32) for _ in range(2)]
     for parameter in model.parameters():
@@ -59,5 +65,16 @@ def gradient_norm(model: nn.Module, *, axis: str = AXIS) -> torch.Tensor:
     return (squares[0].to(squares[1].device) + squares[1]).sqrt()
 
 
-def _comm_of(model: nn.Module) -> Communicator | None:
-    return next((part.region.comm for module in model.modules() if (part := part_of(module)) is not None), None)
+def _split(model: nn.Module, axis: str | None) -> tuple[Communicator | None, str]:
+    """The ranks that have parts of ``model``, None where it is whole, and the axis along which they do."""
+    layers = [(module, part) for module in model.modules() if (part := part_of(module)) is not None]
+    if not layers:
+        return None, axis or AXIS
+    said = [split_of(parameter) for module, _ in layers for parameter in module.parameters(recurse=False)]
+    axes = sorted({name for one in said for name in (*one.axes, *one.partial)})
+    if len(axes) > 1 if axis is None else axis not in axes:
+        raise ValueError(
+            f"the model is split along {', '.join(map(repr, axes))}, and axis={axis!r} is asked for; give the one of "
+            "zoo.tensor.split."
+        )
+    return layers[0][1].region.comm, axis or axes[0]
