@@ -13,6 +13,7 @@ import torch
 from tests.tensor import hub
 from tests.tensor.models import Decoder, Perceptron, Shape, plan_of
 from torch import nn
+from torch.nn.utils import prune
 
 from zoo import sim
 from zoo.comm import Communicator
@@ -129,6 +130,21 @@ def test_other_parameters_than_those_of_the_split_are_told() -> None:
                 change(down)
         with pytest.raises(ValueError, match=r"weight_g .* before zoo\.tensor\.split"):
             nn.utils.weight_norm(up)
+
+    sim.run(2, fn, seed=0)
+
+
+def test_a_part_is_pruned_and_its_parameter_comes_back() -> None:
+    def fn(rank: int) -> None:
+        model = cut(Decoder(SHAPE))
+        up = model.blocks[0].perceptron.up
+        said = split_of(up.weight)
+        prune.l1_unstructured(up, "weight", 3)
+        model(IDS % 12).sum().backward()
+        assert split_of(up.weight_orig) == said
+        prune.remove(up, "weight")
+        assert split_of(up.weight) == said
+        assert int((up.weight == 0).sum()) == 3
 
     sim.run(2, fn, seed=0)
 

@@ -124,7 +124,7 @@ class Layer(nn.Module):
         own = self._parameters.get(name)
         if own is not None and param is not None:
             _take_the_place(self, name, own, param)
-        elif param is not None and any(needed not in self._parameters for needed in self.needs):
+        elif param is not None and any(name != needed not in self._parameters for needed in self.needs):
             raise ValueError(
                 f"a {type(self).__name__} gets a parameter {name} in the place of its {self.needs[0]}, as in weight "
                 "norm; do so before zoo.tensor.split."
