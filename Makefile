@@ -55,6 +55,8 @@ train: setup
 # A native library that cannot be built fails the tests; without this they would be skipped, or run the references.
 # ZOO_KERNELS=auto is for machines without a C++ compiler.
 test-python test-avx2 test-slow campaign laws: export ZOO_KERNELS ?= native
+# pytest rewrites 570 files of tests: half a minute for each worker and run, where Python may not keep the result.
+test-python test-avx2 test-slow campaign laws: export PYTHONDONTWRITEBYTECODE :=
 
 test: test-rust test-python
 
