@@ -54,9 +54,9 @@ train: setup
 
 # A native library that cannot be built fails the tests; without this they would be skipped, or run the references.
 # ZOO_KERNELS=auto is for machines without a C++ compiler.
-test-python test-avx2 test-slow campaign laws: export ZOO_KERNELS ?= native
+test-python test-avx2 test-slow campaign laws mutants: export ZOO_KERNELS ?= native
 # pytest rewrites 570 files of tests: half a minute for each worker and run, where Python may not keep the result.
-test-python test-avx2 test-slow campaign laws: export PYTHONDONTWRITEBYTECODE :=
+test-python test-avx2 test-slow campaign laws mutants: export PYTHONDONTWRITEBYTECODE :=
 
 test: test-rust test-python
 
