@@ -214,6 +214,7 @@ def test_the_traceback_can_be_had(config: Path, monkeypatch: pytest.MonkeyPatch)
     assert "Traceback" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_only_rank_0_speaks_of_what_all_ranks_see(config: Path) -> None:
     for rank, expected in ((0, True), (1, False)):

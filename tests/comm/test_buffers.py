@@ -114,6 +114,7 @@ def drop(rank: int, world: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_what_nobody_waits_for_upsets_nothing_on_gloo() -> None:
     assert run_ranks(2, drop, 2) == {0: True, 1: True}
 

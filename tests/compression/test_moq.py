@@ -331,6 +331,7 @@ def test_every_stage_measures_the_same_bits_and_what_one_process_measures() -> N
     assert run(2, 3, recompute=True)[2] == first[2]
 
 
+@pytest.mark.slow
 @examples(times=0.5)
 @given(
     world=st.sampled_from([2, 4]), stage=st.integers(1, 3), micro=st.sampled_from([1, 2]), recompute=st.booleans(),

@@ -176,6 +176,7 @@ def test_tokens_that_are_masked_do_not_count() -> None:
     assert not torch.equal(student(input_ids=other), student(input_ids=ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [1, 2])
 def test_from_teacher_to_cleaned_model_and_distilling_is_better_than_not(bits: int) -> None:
     teacher = taught()

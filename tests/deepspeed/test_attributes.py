@@ -51,6 +51,7 @@ def test_there_is_a_question_for_every_key_of_the_section() -> None:
             getattr(engine, other.get(key, key if key.startswith("zero_") else f"zero_{key}"))()
 
 
+@pytest.mark.slow
 def test_ranks_along_the_axes_of_layers_of_the_configurations_mesh() -> None:
     def job(rank: int) -> None:
         document = config(1, mesh={"axes": {"data": 2, "tensor": 2}})

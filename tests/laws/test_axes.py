@@ -108,6 +108,7 @@ def test_a_gather_of_two_stages_has_the_bits_of_one(drawn: tuple[Case, int, int]
     )
 
 
+@pytest.mark.slow
 @given(drawn=axes(), seed=st.integers(0, 50), mics=st.booleans(), data=st.data())
 @example(drawn=(Case(world=4, recompute="reentrant", keep=0), 2, 1), seed=0, mics=False, data=None)
 @example(drawn=(Case(world=4, shared_block=True, keep=0, tied=True), 2, 1), seed=0, mics=False, data=None)

@@ -153,6 +153,7 @@ LEARNED = {
 }
 
 
+@pytest.mark.slow
 @examples(times=0.5)
 @given(case=CASES, section=sections().map(of_experts))
 @example(case=Case(), section=snip())

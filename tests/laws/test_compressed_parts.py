@@ -251,6 +251,7 @@ def test_parts_train_as_one_process_trains_the_whole(case: Case, section: dict[s
     compare(run(case, section), run(Case(ends=(4,)), section)[0])
 
 
+@pytest.mark.slow
 @examples(times=0.5)
 @given(before=CASES, after=CASES, section=of_parts(), stop=st.integers(1, 3))
 @example(before=Case(fused=True), after=Case(ends=(1, 3, 4), stage=2, fused=True), section=FIXED, stop=2)

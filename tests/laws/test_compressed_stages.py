@@ -199,6 +199,7 @@ def test_stages_have_the_masks_and_ranges_of_one_process(case: Case, section: di
     compare(on_ranks(case, section), alone(case, section))
 
 
+@pytest.mark.slow
 @examples(times=0.5)
 @given(before=cases(), after=cases(), section=sections(), stop=st.integers(1, 3))
 @example(before=Case(pipe=4), after=Case(pipe=2), section=snip(), stop=2)

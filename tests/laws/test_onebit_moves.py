@@ -154,6 +154,7 @@ def test_what_nobody_is_owed_any_more_is_told(
     assert all(f"still owed to {lost} the parameters" in text for text in told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_that_split_states_move_too(stage: int) -> None:
     """Gradients are compressed on their way to the owners there: with the same sums, also from and to stage 0."""

@@ -143,6 +143,7 @@ def job_of(job: Job, steps: tuple[range, range], load_from: Path | None, save_to
 FIRST = Case(pipe=2, expert=2, data=1, tensor=1, pair_at=1, per_rank=2, num_micro=2, stage=3, tied=(0, 3))
 
 
+@pytest.mark.slow
 @examples(times=0.5)
 @given(journey=journeys())
 @example(

@@ -167,6 +167,7 @@ def test_quantised_gradients_send_a_shard_of_the_node_between_nodes(bits: int, s
     assert got[1:] == pytest.approx((2 * 3 / 8 + size * 3 / 4, 2 * 4 / 8 + size / 4 / 2), rel=1e-12)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mics", [-1, 8])
 def test_all_three_cut_what_leaves_a_node_by_more_than_four(mics: int) -> None:
     """Wang et al. 2023, section 3.4: 3M and 0.75M.

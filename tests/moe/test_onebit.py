@@ -54,7 +54,7 @@ def values(engine: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.optimizer.whole_parameters()}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_a_pipeline_with_experts_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     """With the same bits on the same mesh, between two agreements too; and on others with what the ranks have in
@@ -86,6 +86,7 @@ def test_a_pipeline_with_experts_goes_on_from_a_checkpoint(name: str, tmp_path: 
         assert all(bool(value.isfinite().all()) for value in later.values())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam"])
 def test_an_overflow_on_one_rank_of_one_stage_skips_the_step_on_all(name: str) -> None:
     fp16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 100}

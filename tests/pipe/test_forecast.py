@@ -18,6 +18,7 @@ NUM_SUMS = 5
 """Numbers that the record of a step adds up over ranks."""
 
 
+@pytest.mark.slow
 @given(case=cases(), max_bytes=st.sampled_from([None, 0, 600, 10**6]), reduce=st.sampled_from(["once", "each"]))
 @example(Case(schedule="zb_v", data=2, stage=3), 600, "once")
 @example(Case(schedule="interleaved_1f1b", data=2, stage=3, pipe=2), 10**6, "each")

@@ -44,6 +44,7 @@ def close(found: Any, expected: Any) -> None:
         assert one == pytest.approx(other, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_stages_and_shards_have_the_loss_curve_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

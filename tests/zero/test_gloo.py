@@ -9,6 +9,7 @@ from tests.processes import run_ranks
 from tests.zero import gloo_worker
 
 
+@pytest.mark.slow
 def test_all_stages_equal_ddp_after_20_steps() -> None:
     found = run_ranks(2, gloo_worker.equality)
     assert sorted(found) == [0, 1]
@@ -34,6 +35,7 @@ def test_a_dead_peer_is_noticed() -> None:
     assert found[0]["noticed_s"] < 30
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_peer_that_stops_answering_is_noticed_within_the_timeout() -> None:
     found = run_ranks(2, gloo_worker.stalls, group_timeout_s=3)

@@ -370,7 +370,8 @@ class Communicator:
         )
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
-        """``tensor = op over ranks`` in place, the same bits on all ranks; ``op`` is "sum", "max" or "min"."""
+        """``tensor = op over ranks`` in place, the same bits on all ranks; ``op`` is "sum", "max" or "min". Until the
+        handle completes the tensor must neither change nor be in another operation."""
         if op not in REDUCE_OPS:
             raise ValueError(f"all_reduce got op={op!r}; allowed are 'sum', 'max' and 'min'.")
         check_contiguous("all_reduce", tensor)

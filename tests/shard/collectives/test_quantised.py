@@ -177,6 +177,7 @@ def losses(rank: int, num_steps: int, dtype: torch.dtype = torch.float32, **opti
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "mics"),
@@ -551,6 +552,7 @@ def test_frozen_parameters_are_saved_and_loaded(
                 assert torch.equal(value.flatten(), whole[name].to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hpz", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_low_rank_adaptation_trains_on_quantised_parameters(hpz: int) -> None:
     def fn(rank: int, quantised: bool) -> list[float]:

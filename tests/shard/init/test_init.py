@@ -528,6 +528,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", ["cpu", "meta"])
 def test_building_on_nvme_takes_a_fraction_of_the_models_memory(tmp_path: Path, how: str) -> None:
     def run(how: str) -> int:
