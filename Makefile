@@ -67,8 +67,10 @@ test-rust: setup
 	@cargo test --quiet -p zoo-io --features loom --lib model::
 	@cargo clippy --quiet --workspace --all-targets -- -D warnings
 
+# One worker more than cores: tests of processes and of timeouts wait.
+WORKERS = $(shell $(BIN)/python -c "import os; print(len(os.sched_getaffinity(0)) + 1)" 2>/dev/null || echo auto)
 test-python: setup
-	@$(BIN)/python -m pytest -q -n auto -m "not slow and not campaign" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not campaign" $(ARGS)
 
 # Tests of bits once more, with torch and the kernels held to AVX2: what a machine with AVX-512 would not notice.
 BITS := tests/laws tests/golden tests/compression tests/optim tests/examples tests/zero/update/test_clipping.py tests/zero/update/test_onebit.py
