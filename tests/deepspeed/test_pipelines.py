@@ -251,22 +251,27 @@ def test_a_schedule_that_a_program_puts_in_is_told_of(
     assert "TrainSchedule is replaced, or its steps() are: zoo's pipelines run the schedule" in caplog.text
 
 
+def losses_after(model: Any, written: str, stage: int) -> list[float]:
+    """Of the batches that follow a checkpoint which DeepSpeed wrote, at a stage of ZeRO."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": golden.ROWS, "zero_optimization": {"stage": stage},
+    }  # fmt: skip
+    config |= {"gradient_clipping": 0.0} if written.endswith("_stage0") else {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=golden.LR)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.load_checkpoint(CHECKPOINTS / written, tag="step")
+    data = iter(golden.batches(0)[golden.BEFORE :])
+    return [float(engine.train_batch(data)) for _ in range(golden.AFTER)]
+
+
 @pytest.mark.parametrize("written", ["pipeline_tied", "pipeline_tied_stage0"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_checkpoint_of_deepspeed_with_a_shared_layer_goes_on_with_its_losses(stage: int, written: str) -> None:
-    folder = CHECKPOINTS / written
-
     def job(rank: int) -> list[float]:
         model = golden.shared_ends(deepspeed.pipe, nn.MSELoss())
-        config = {"train_micro_batch_size_per_gpu": golden.ROWS, "zero_optimization": {"stage": stage}}
-        config |= {"gradient_clipping": 0.0} if written == "pipeline_tied_stage0" else {}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=golden.LR)
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        engine.load_checkpoint(folder, tag="step")
-        data = iter(golden.batches(0)[golden.BEFORE :])
-        return [float(engine.train_batch(data)) for _ in range(golden.AFTER)]
+        return losses_after(model, written, stage)
 
-    theirs = json.loads((folder / "losses.json").read_text())
+    theirs = json.loads((CHECKPOINTS / written / "losses.json").read_text())
     for mine, expected in zip(sim.run(2, job), theirs, strict=True):
         assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
@@ -274,8 +279,6 @@ def test_a_checkpoint_of_deepspeed_with_a_shared_layer_goes_on_with_its_losses(s
 @pytest.mark.parametrize("written", ["pipeline", "pipeline_stage0"])
 @pytest.mark.parametrize(("stage", "stages"), [(0, 2), (1, 1)])
 def test_a_checkpoint_of_deepspeeds_pipeline_goes_on_with_its_losses(written: str, stage: int, stages: int) -> None:
-    folder = CHECKPOINTS / written
-
     def job(rank: int) -> list[float]:
         spec = deepspeed.pipe.LayerSpec
         layers = [
@@ -285,15 +288,9 @@ def test_a_checkpoint_of_deepspeeds_pipeline_goes_on_with_its_losses(written: st
         model = deepspeed.pipe.PipelineModule(
             layers, num_stages=stages, loss_fn=nn.MSELoss(), partition_method="uniform"
         )
-        config = {"train_micro_batch_size_per_gpu": golden.ROWS, "zero_optimization": {"stage": stage}}
-        config |= {"gradient_clipping": 0.0} if written == "pipeline_stage0" else {}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=golden.LR)
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        engine.load_checkpoint(folder, tag="step")
-        data = iter(golden.batches(0)[golden.BEFORE :])
-        return [float(engine.train_batch(data)) for _ in range(golden.AFTER)]
+        return losses_after(model, written, stage)
 
-    theirs = json.loads((folder / "losses.json").read_text())
+    theirs = json.loads((CHECKPOINTS / written / "losses.json").read_text())
     for mine, expected in zip(sim.run(stages, job), theirs, strict=False):
         assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
 

@@ -61,7 +61,8 @@ class SmallSums:
             RuntimeError: a peer did not read its part of one so long ago.
         """
         while self._flying and (oldest := next(iter(self._flying))) <= self._last - _SLOTS:
-            work = self._flying.pop(oldest)()
+            known = self._flying.pop(oldest, None)  # None: it was dropped this moment
+            work = known() if known is not None else None
             if work is not None:
                 work.wait()
         address, num_bytes = tensor.data_ptr(), tensor.nbytes
