@@ -54,6 +54,7 @@ SAME = {
 @given(case=three_axes.cases())
 @example(case=three_axes.Case(stage=0, tied=(0, 3), data=1, tensor=2, pair_at=1))
 @example(case=three_axes.Case(stage=0, data=1, num_micro=2, tied=(0, 1, 3)))
+@example(case=three_axes.Case(stage=0, data=1, num_micro=1, tied=(0, 1, 3), tied_parts=True, pair_at=1))
 def test_what_is_brought_together_exactly_is_what_one_process_computes(
     way: dict[str, Any], case: three_axes.Case
 ) -> None:
@@ -66,20 +67,33 @@ def test_what_is_brought_together_exactly_is_what_one_process_computes(
             pipeline.step(step)
         return states(pipeline.optimizer)
 
+    expected = alone(way, case, steps)
+    others = [alone(way, case, steps, noise=seed) for seed in (1, 2, 3)]
+    got = whole(sim.run(case.world, fn, seed=case.seed))
+    for name, value in expected.items():
+        # What rounding may do is what it does to one process: layers that are tied three times make some cases
+        # a hundred times as sensitive as others.
+        moved = max(float((other[name] - value).abs().max()) for other in others)
+        torch.testing.assert_close(
+            got[name, "parameter"], value, rtol=1e-3, atol=1e-4 + 8 * moved, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def alone(way: dict[str, Any], case: three_axes.Case, steps: int, noise: int = 0) -> dict[str, torch.Tensor]:
+    """The parameters of one process after ``steps``; with ``noise``, of first values that are rounded another way."""
     model = three_axes.Layers(case, 0, three_axes.NUM_LAYERS, None).float()
-    alone = way["optimizer"](model.parameters(), **{k: v for k, v in way.items() if k != "optimizer"})
+    generator = torch.Generator().manual_seed(noise)
+    for value in model.parameters() if noise else ():
+        value.data.mul_(1 + 2.0**-23 * torch.randn(value.shape, generator=generator))
+    optimizer = way["optimizer"](model.parameters(), **{k: v for k, v in way.items() if k != "optimizer"})
     for step in range(steps):
         for replica in range(case.replicas):
             for micro in range(case.num_micro):
                 out = model(three_axes.tokens(case, replica, micro, step).float())
                 (three_axes.loss_of(case, out) / case.replicas).backward()
-        alone.step()
-        alone.zero_grad()
-    got = whole(sim.run(case.world, fn, seed=case.seed))
-    for name, value in model.named_parameters():
-        torch.testing.assert_close(
-            got[name, "parameter"], value.detach(), rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.named_parameters()}
 
 
 class Twice(nn.Module):
