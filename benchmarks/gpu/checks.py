@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.gpu import layers, packed
+from benchmarks.gpu import layers, linear, packed
 from benchmarks.gpu.cases import DTYPES, Case, differing, flat, moved, ordered_sum_squares, values
 
 from zoo.kernels import loading, norm, onebit, quantise, update
@@ -347,4 +347,5 @@ CHECKS = (
     Check(
         name="packed linear", operators=("packed_linear", "packed_linear_backward"), cases=packed.linear_cases,
     ),
+    Check(name="thin linear", operators=("thin_linear",), cases=linear.thin_cases),
 )  # fmt: skip

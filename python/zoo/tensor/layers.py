@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from zoo.kernels.thin_linear import linear
 from zoo.layout import declare_as, split_of
 from zoo.layout.declared import WHOLE
 from zoo.tensor.plans import Cut
@@ -83,7 +84,7 @@ def _at(weight: torch.Tensor, runs: Sequence[Run], dim: int) -> torch.Tensor:
 
 
 def _product(part: Part, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x, weight.t() if part.turned else weight, bias)
+    return linear(x, weight.t() if part.turned else weight, bias)
 
 
 class Layer(nn.Module):

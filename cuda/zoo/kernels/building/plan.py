@@ -28,9 +28,9 @@ KERNEL_FLAGS = (
 # faster on 168 tensors and on thousands of small ones.
 ISAS = {
     "portable": (),
-    "avx2": ("-mavx2", "-mf16c"),
+    "avx2": ("-mavx2", "-mf16c", "-mfma"),
     "avx512": (
-        "-mavx2", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512",
+        "-mavx2", "-mf16c", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512",
     ),
 }  # fmt: skip
 

@@ -27,10 +27,12 @@ ZOO_HD Vec all_of(float x) {
 #endif
 }
 
-// a·b + c: rounded once with AVX-512, else twice.
+// a·b + c: rounded once with AVX2 and AVX-512, else twice.
 ZOO_HD Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512BW__)
   return Vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif defined(__AVX2__)
+  return Vec(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
 #else
   return a * b + c;
 #endif

@@ -1,0 +1,174 @@
+// Batch-invariant linear layers on the CPU. Compiled once for each instruction set.
+//
+// A tile is some tokens by some rows of W, so many that their sums fill the registers: more than one sum hides how long
+// a multiply-add takes, and each number that is loaded serves several. Rows are taken in chunks; the first tile of
+// tokens brings a chunk from memory and asks for what comes next, the other tiles find it in the cache. Where there are
+// several tiles, a chunk of 16 bits is widened once for all of them.
+#include "thin_linear.h"
+
+#include "../common/blocks.h"
+#include "../common/parallel.h"
+#include "../common/scratch.h"
+#include "../common/vectors.h"
+
+namespace zoo {
+namespace ZOO_ISA {
+namespace {
+
+constexpr int PARTS = THIN_LANES / WIDTH;                   // vectors that have the lanes of a sum
+constexpr int64_t CHUNK = 48;                               // rows
+constexpr int TILE = WIDTH == 16 ? 4 : WIDTH == 8 ? 3 : 1;  // tokens
+
+// Rows of a tile of so many tokens.
+constexpr int rows_of(int tokens) {
+  if (WIDTH == 16) return tokens <= 3 ? 8 : 6;
+  if (WIDTH == 8) return tokens == 1 ? 6 : tokens == 2 ? 3 : 2;
+  return 2;
+}
+
+// a·b + c, rounded once.
+ZOO_HD Vec fused(Vec a, Vec b, Vec c) {
+#if defined(__AVX512BW__)
+  return Vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif defined(__AVX2__)
+  return Vec(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#else
+  for (int k = 0; k < WIDTH; ++k) c[k] = __builtin_fmaf(a[k], b[k], c[k]);
+  return c;
+#endif
+}
+
+typedef float Four __attribute__((vector_size(16)));
+
+// The lanes of a sum, folded to four.
+ZOO_HD Four folded(const Vec (&sum)[PARTS]) {
+  alignas(64) float lanes[THIN_LANES];
+  memcpy(lanes, sum, sizeof(lanes));
+  Four quarter[4];
+  memcpy(quarter, lanes, sizeof(lanes));
+  return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+}
+
+ZOO_HD float folded(Four x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+
+// to[i] = folded(from[i])
+ZOO_HD void fold_all(const Four* from, int count, float* to) {
+  int i = 0;
+#if defined(__SSE2__)
+  for (; i + 4 <= count; i += 4) {
+    const __m128 a = __m128(from[i]), b = __m128(from[i + 1]), c = __m128(from[i + 2]), d = __m128(from[i + 3]);
+    const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+    const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+    _mm_storeu_ps(to + i, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
+  }
+#endif
+  for (; i < count; ++i) to[i] = folded(from[i]);
+}
+
+// sums[t · CHUNK + r] for T tokens, whose x are fp32, and R rows that begin at w; ask: the R rows after them are
+// wanted.
+template <Dtype D, int T, int R, bool ASK>
+void tile(const float* x, const char* w, int64_t columns, float* sums) {
+  Vec acc[R][T][PARTS] = {};
+  const auto step = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int p = 0; p < PARTS; ++p) {
+      const int64_t at = k + p * WIDTH, left = count - p * WIDTH, num = left < WIDTH ? left : WIDTH;
+      if (num <= 0) return;
+      Vec from[T];
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) from[t] = load<F32>(x, t * columns + at, num);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        if (ASK && p == 0) ask_for<D>(w, (r + R) * columns + at);
+        const Vec row = load<D>(w, r * columns + at, num);
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) acc[r][t][p] = fused(row, from[t], acc[r][t][p]);
+      }
+    }
+  };
+  int64_t k = 0;
+  for (; k + THIN_LANES <= columns; k += THIN_LANES) step(k, THIN_LANES);
+  if (k < columns) step(k, columns - k);
+  Four four[R];
+  for (int t = 0; t < T; ++t) {
+    for (int r = 0; r < R; ++r) four[r] = folded(acc[r][t]);
+    fold_all(four, R, sums + t * CHUNK);
+  }
+}
+
+// The rows [0, rows) of a chunk.
+template <Dtype D, int T, bool ASK>
+void tiles(const float* x, const char* w, int64_t columns, int64_t rows, float* sums) {
+  constexpr int R = rows_of(T);
+  constexpr int64_t SIZE = D == F32 ? 4 : 2;
+  int64_t r = 0;
+  for (; r + R <= rows; r += R) tile<D, T, R, ASK>(x, w + r * columns * SIZE, columns, sums + r);
+  for (; r < rows; ++r) tile<D, T, 1, ASK>(x, w + r * columns * SIZE, columns, sums + r);
+}
+
+// fn(std::integral_constant<int, tokens>) for 1 to MOST tokens.
+template <int MOST, class Fn>
+void with_tokens(int tokens, const Fn& fn) {
+  if constexpr (MOST > 1)
+    if (tokens < MOST) return with_tokens<MOST - 1>(tokens, fn);
+  fn(std::integral_constant<int, MOST>());
+}
+
+// y of some tokens from `token` on and the rows [row, row + rows).
+template <Dtype D>
+void write(const ThinLinear& c, const float* sums, const float* bias, int64_t token, int tokens, int64_t row,
+           int64_t rows) {
+  for (int t = 0; t < tokens; ++t)
+    each_vector(rows, [&](int64_t r, int64_t count) __attribute__((always_inline)) {
+      Vec y = load<F32>(sums, t * CHUNK + r, count);
+      if (bias != nullptr) y = y + load<F32>(bias, r, count);
+      store<D>(y, c.y, (token + t) * c.stride + row + r, count);
+    });
+}
+
+template <Dtype D>
+void product(const ThinLinear& c) {
+  constexpr int64_t SIZE = D == F32 ? 4 : 2;
+  Scratch<float> wide(D == F32 ? 0 : c.tokens * c.columns);
+  const float* x = static_cast<const float*>(c.x);
+  if constexpr (D != F32) {
+    widen(static_cast<const uint16_t*>(c.x), wide.data(), D, c.tokens * c.columns);
+    x = wide.data();
+  }
+  const int64_t num_tiles = ceil_div(c.tokens, TILE);
+  const bool widens = D != F32 && num_tiles > 2;
+  split_evenly(c.rows, 1, c.rows * c.columns * (1 + c.tokens / 8), [&](int64_t first, int64_t last) {
+    alignas(64) float sums[TILE * CHUNK], bias[CHUNK];
+    Scratch<float> chunk(widens ? CHUNK * c.columns : 0);
+    for (int64_t row = first; row < last; row += CHUNK) {
+      const int64_t rows = last - row < CHUNK ? last - row : CHUNK;
+      if (c.bias != nullptr) {
+        if (c.bias_dtype == F32) memcpy(bias, static_cast<const float*>(c.bias) + row, size_t(rows) * 4);
+        else widen(static_cast<const uint16_t*>(c.bias) + row, bias, c.bias_dtype, rows);
+      }
+      const char* const w = static_cast<const char*>(c.w) + row * c.columns * SIZE;
+      if (widens) widen(reinterpret_cast<const uint16_t*>(w), chunk.data(), D, rows * c.columns);
+      for (int64_t i = 0; i < num_tiles; ++i) {
+        const int64_t token = c.tokens * i / num_tiles, end = c.tokens * (i + 1) / num_tiles;
+        with_tokens<TILE>(int(end - token), [&](auto of) {
+          constexpr int T = decltype(of)::value;
+          const float* const from = x + token * c.columns;
+          if (widens) tiles<F32, T, false>(from, reinterpret_cast<char*>(chunk.data()), c.columns, rows, sums);
+          else if (i == 0) tiles<D, T, true>(from, w, c.columns, rows, sums);
+          else tiles<D, T, false>(from, w, c.columns, rows, sums);
+        });
+        write<D>(c, sums, c.bias == nullptr ? nullptr : bias, token, int(end - token), row, rows);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void thin_linear(const ThinLinear& c) {
+  with_dtype(c.dtype, [&](auto of) { product<decltype(of)::value>(c); });
+}
+
+}  // namespace ZOO_ISA
+}  // namespace zoo
