@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.gpu import layers, linear, packed
+from benchmarks.gpu import decoding, layers, packed
 from benchmarks.gpu.cases import DTYPES, Case, differing, flat, moved, ordered_sum_squares, values
 
 from zoo.kernels import loading, norm, onebit, quantise, update
@@ -347,5 +347,7 @@ CHECKS = (
     Check(
         name="packed linear", operators=("packed_linear", "packed_linear_backward"), cases=packed.linear_cases,
     ),
-    Check(name="thin linear", operators=("thin_linear",), cases=linear.thin_cases),
+    Check(name="thin linear", operators=("thin_linear",), cases=decoding.thin_cases),
+    Check(name="RMS norm", operators=("rms_norm", "add_rms_norm"), cases=decoding.rms_norm_cases),
+    Check(name="rotary positions and the cache", operators=("rotary_cache_",), cases=decoding.rotary_cases),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.gpu import linear, packed
+from benchmarks.gpu import decoding, packed
 
 from zoo.kernels import gating
 from zoo.kernels.activation import activate_, activate_backward_
@@ -522,6 +522,6 @@ STAGES = (
     Stage(name="unpermute, gradient", make=unpermute_grad, note="torch: those of the three"),
     Stage(name="packed linear, int8, 4 tokens", make=packed.decode(8), note="torch: W in bf16"),
     Stage(name="packed linear, int4, 4 tokens", make=packed.decode(4), note="torch: W in bf16"),
-    Stage(name="thin linear, 1 token", make=linear.decode(1)),
-    Stage(name="thin linear, 8 tokens", make=linear.decode(8)),
+    Stage(name="thin linear, 1 token", make=decoding.decode(1)),
+    Stage(name="thin linear, 8 tokens", make=decoding.decode(8)),
 )  # fmt: skip
