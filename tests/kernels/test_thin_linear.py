@@ -177,9 +177,9 @@ def test_gradients_are_those_of_the_product() -> None:
 def test_mistakes_are_value_errors(mode: str, use_mode: UseMode) -> None:
     use_mode(mode)
     x, w = torch.ones(3, 48), torch.ones(40, 48)
-    with pytest.raises(ValueError, match=r"x has shape \(3, 32\) and weights \(40, 48\); they must be \(\.\.\., K\)"):
+    with pytest.raises(ValueError, match=r"^weights\[0\] has shape .*40, 48.*; it must be .*40, 32"):
         thin_linear(torch.ones(3, 32), w)
-    with pytest.raises(ValueError, match=r"weights \(48,\); they must be"):
+    with pytest.raises(ValueError, match=r"^weights\[0\] has shape .*48.*; it must have 2 dims"):
         thin_linear(x, w[0])
     with pytest.raises(ValueError, match=r"^x is"):
         thin_linear(x.int(), w)

@@ -42,6 +42,11 @@ def is_own_hook(hook: Any) -> bool:
     return getattr(hook, _OWN, None) is not None
 
 
+def is_checking_hook(hook: Any) -> bool:
+    """Whether :func:`checking_hook` has marked it."""
+    return getattr(hook, _OWN, None) is False
+
+
 def is_compiled(module: Any) -> bool:
     """Whether ``module.compile()`` was called."""
     return getattr(module, "_compiled_call_impl", None) is not None

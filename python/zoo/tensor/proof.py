@@ -204,7 +204,7 @@ def _near(found: torch.Tensor, expected: torch.Tensor, scale: float, name: str, 
 
 def random_model(kind: type[nn.Module], config: Any) -> nn.Module:
     """A model in fp64 whose parameters are random, each one, and the same ones each time; not for training."""
-    with torch.random.fork_rng(devices=[]), _exact():
+    with torch.random.fork_rng(devices=[]), exact():
         torch.default_generator.manual_seed(0)  # torch.manual_seed would set those of devices too
         model = kind(config).double().eval()
         with torch.no_grad():
@@ -267,7 +267,7 @@ def _compute(model: nn.Module, steps: list[tuple[str, Step]], training: bool) ->
     """Outputs of all steps, and the gradients of a random sum of those of the first one."""
     outputs: dict[str, torch.Tensor] = {}
     before: Mapping[str, Any] = {}
-    with _exact():
+    with exact():
         for name, step in steps:
             with torch.no_grad():
                 before = step(model, before) or {}
@@ -315,6 +315,7 @@ class _Double(TorchFunctionMode):
 
 
 @contextmanager
-def _exact() -> Iterator[None]:
+def exact() -> Iterator[None]:
+    """What a model's code casts to fp32 is cast to fp64."""
     with _Double():
         yield

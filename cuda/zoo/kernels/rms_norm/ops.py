@@ -65,7 +65,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gradients(grad_y, None, *ctx.saved_tensors, ctx.eps, ctx.plus_one), None, None
+    x, weight = ctx.saved_tensors
+    return *_gradients(grad_y, None, x, weight, ctx.eps, ctx.plus_one), None, None
 
 
 def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -74,7 +75,8 @@ def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _gradient_of_sum(ctx: Any, grad_y: Tensor, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
-    found, grad_weight = _gradients(grad_y, grad_sum, *ctx.saved_tensors, ctx.eps, ctx.plus_one)
+    total, weight = ctx.saved_tensors
+    found, grad_weight = _gradients(grad_y, grad_sum, total, weight, ctx.eps, ctx.plus_one)
     return found, found, grad_weight, None, None
 
 

@@ -16,10 +16,10 @@ def rotary_cache_(
     """See :func:`zoo.kernels.rotary_cache.rotary_cache_`."""
     batch, tokens, width = qkv.shape
     heads = qkv.view(batch, tokens, q_heads + 2 * kv_heads, width // (q_heads + 2 * kv_heads))
-    q, k, v = heads.split([q_heads, kv_heads, kv_heads], 2)
-    tables = [wide(t).expand(batch, -1, -1).unsqueeze(2) for t in (cos, sin)]
-    rotated = _rotated(k, *tables, interleaved)
-    q.copy_(_rotated(q, *tables, interleaved))
+    q, k, v = torch.split(heads, [q_heads, kv_heads, kv_heads], 2)
+    c, s = (wide(t).expand(batch, -1, -1).unsqueeze(2) for t in (cos, sin))
+    rotated = _rotated(k, c, s, interleaved)
+    q.copy_(_rotated(q, c, s, interleaved))
     if keys is None or values is None or places is None:
         k.copy_(rotated)
         return
@@ -31,13 +31,13 @@ def rotary_cache_(
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     rotary = cos.shape[-1]
-    turned, rest = wide(x).split([rotary, x.shape[-1] - rotary], -1)
+    turned, rest = torch.split(wide(x), [rotary, x.shape[-1] - rotary], -1)
     if interleaved:
         first, second = turned[..., ::2], turned[..., 1::2]
-        c, s = (cos[..., ::2], cos[..., 1::2]), (sin[..., ::2], sin[..., 1::2])
+        c, s = [cos[..., ::2], cos[..., 1::2]], [sin[..., ::2], sin[..., 1::2]]
     else:
         first, second = turned.chunk(2, -1)
-        c, s = cos.chunk(2, -1), sin.chunk(2, -1)
+        c, s = list(cos.chunk(2, -1)), list(sin.chunk(2, -1))
     both = first * c[0] - second * s[0], second * c[1] + first * s[1]
     joined = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
     return torch.cat([joined, rest], -1).to(x.dtype)

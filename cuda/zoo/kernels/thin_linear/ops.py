@@ -30,6 +30,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return thin_linear(x, weight, bias) if _is_thin(x, weight, bias) else F.linear(x, weight, bias)
 
 
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
+    """:func:`linear` of several W on one x, side by side: (..., ΣN). biases: one for each weight, or none."""
+    pairs = [(weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+    if all(_is_thin(x, weight, bias) for weight, bias in pairs):
+        return thin_linears(x, weights, biases)
+    found = [F.linear(x, weight, bias) for weight, bias in pairs]
+    return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
 def _is_thin(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         not torch.is_grad_enabled()
@@ -77,9 +86,6 @@ def thin_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] 
         biases: one for each weight, or none.
     """
     weights, biases = list(weights), list(biases)
-    if x.dim() == 0 or any(w.dim() != 2 or x.shape[-1] != w.shape[1] for w in weights):
-        shapes = ", ".join(str(tuple(w.shape)) for w in weights)
-        raise ValueError(f"x has shape {tuple(x.shape)} and weights {shapes}; they must be (..., K) and (N, K).")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
         _check(x, weights, biases)
         parts = [_differentiable(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
@@ -124,10 +130,14 @@ _forward = Operator(
 
 def _check(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> None:
     check_floating("x", x)
+    if x.dim() == 0:
+        raise ValueError("x has no dims; it must have at least one.")
     if biases and len(biases) != len(weights):
         raise ValueError(f"there are {len(weights)} weights and {len(biases)} biases; give one for each, or none.")
     for i, weight in enumerate(weights):
-        check_like(f"weights[{i}]", weight, tuple(weight.shape), x, x.dtype)
+        if weight.dim() != 2:
+            raise ValueError(f"weights[{i}] has shape {tuple(weight.shape)}; it must have 2 dims.")
+        check_like(f"weights[{i}]", weight, (weight.shape[0], x.shape[-1]), x, x.dtype)
         if biases:
             check_floating(f"biases[{i}]", biases[i], x)
             check_like(f"biases[{i}]", biases[i], (weight.shape[0],), x, biases[i].dtype)

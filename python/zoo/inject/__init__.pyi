@@ -1,0 +1,3 @@
+from .injecting import Injection as Injection
+from .injecting import detach as detach
+from .injecting import inject as inject

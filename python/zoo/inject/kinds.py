@@ -1,0 +1,249 @@
+"""What decoder layers are made of, as data: a kind names the children of a layer, whatever family it is of.
+
+Names cannot say everything (a factor on a residual, a cap on scores); what they leave open is decided by the proof.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.kernels import loading
+from zoo.kernels.activation import reference as activation
+from zoo.kernels.rms_norm import reference as rms_norm
+from zoo.parts.hooks import is_checking_hook
+from zoo.tensor.layers import Column, Layer, Row, part_of
+from zoo.tensor.proof import exact
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A layer that computes y = x + out(attention(qkv(norm_1(x)))) and z = y + down(φ(gate) ⊙ up) of norm_2(y).
+
+    Attributes:
+        attention, mlp, norms: children of the layer.
+        qkv: of the attention, the matrices that make q, k and v, in this order. head_norms: of q and of k, where the
+            attention has them. out: the matrix behind the heads.
+        gate_up: of the perceptron, the matrices that make gate and up. down: the matrix behind them. act: φ.
+    """
+
+    name: str
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    out: str = "o_proj"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    act: str = "act_fn"
+
+
+KINDS = (
+    Kind("llama"),  # Mistral, Qwen2, Qwen3, Gemma, SmolLM3 and others
+    Kind("phi3", qkv=("qkv_proj",), gate_up=("gate_up_proj",), act="activation_fn"),
+)
+
+
+Matrix = nn.Linear | Column | Row
+"""What multiplies in a layer: whole, or this rank's part."""
+
+
+class Unfit(Exception):
+    """A layer is of no kind; the message says what it has that the nearest kind has not."""
+
+
+@dataclass(eq=False)
+class Norm:
+    """A root mean square norm: its module, and what :func:`zoo.kernels.rms_norm.rms_norm` needs to know."""
+
+    module: nn.Module
+    eps: float
+    plus_one: bool
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """As it is now."""
+        found: torch.Tensor = self.module.weight  # type: ignore[assignment]
+        return found
+
+
+@dataclass(eq=False)
+class Pieces:
+    """The pieces of one layer.
+
+    Attributes:
+        heads, groups, dim: heads of q, heads of k and v, of this rank; numbers of a head. scaling: of scores.
+            activation: φ, one of ``zoo.kernels.activation.ops.FORMS``.
+        split: some matrices are parts of ones that zoo.tensor has split, which know how their product goes on.
+        places: (children of a module, name, child, its class) of each piece: whether it still is what it was.
+    """
+
+    kind: Kind
+    attention: Any
+    norms: tuple[Norm, Norm]
+    qkv: tuple[Matrix, ...]
+    head_norms: tuple[Norm, Norm] | None
+    out: Matrix
+    gate_up: tuple[Matrix, ...]
+    down: Matrix
+    heads: int
+    groups: int
+    dim: int
+    scaling: float
+    activation: str
+    split: bool
+    places: list[tuple[dict[str, Any], str, nn.Module, type[nn.Module]]] = field(default_factory=list)
+
+    def is_thin(self) -> bool:
+        """Its matrices are whole, on a CPU and contiguous, as a thin product reads them, and it is compiled."""
+        return (
+            not self.split
+            and all(one.weight.is_contiguous() for one in (*self.qkv, self.out, *self.gate_up, self.down))
+            and self.down.weight.device.type == "cpu"
+            and loading.runs("thin_linear", self.down.weight)
+        )
+
+    def intact(self) -> bool:
+        """No piece was replaced, wrapped or given hooks."""
+        for children, name, module, kind in self.places:
+            if (
+                children.get(name) is not module
+                or module.__class__ is not kind
+                or (module._forward_hooks and not _rest(module._forward_hooks))
+                or (module._forward_pre_hooks and not all(map(is_checking_hook, module._forward_pre_hooks.values())))
+                or "forward" in module.__dict__
+            ):
+                return False
+        return True
+
+
+def _rest(hooks: Mapping[int, Any]) -> bool:
+    """Whether all are those that transformers leaves in attentions once anybody has asked for hidden states, and nobody
+    asks for attentions now."""
+    if any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values()):
+        return False
+    collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
+    wanted = None if collector is None else collector.get()
+    return collector is not None and (wanted is None or not any("attention" in key for key in wanted))
+
+
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+def pieces_of(layer: nn.Module) -> Pieces:
+    """Of a layer of one of :data:`KINDS`.
+
+    Raises:
+        Unfit: it is of none.
+    """
+    reasons = []
+    for kind in KINDS:
+        try:
+            return _pieces(layer, kind)
+        except Unfit as error:
+            reasons.append((len(str(error)), f"{error} (kind {kind.name!r})"))
+    raise Unfit(min(reasons)[1])
+
+
+def _pieces(layer: nn.Module, kind: Kind) -> Pieces:
+    children = _children(layer, (kind.attention, kind.mlp, *kind.norms), "")
+    attention, mlp = children[kind.attention], children[kind.mlp]
+    has_norms = all(name in dict(attention.named_children()) for name in kind.head_norms)
+    inner = _children(attention, (*kind.qkv, kind.out, *(kind.head_norms if has_norms else ())), f"{kind.attention}.")
+    others = _children(mlp, (*kind.gate_up, kind.down, kind.act), f"{kind.mlp}.")
+    qkv, gate_up = (
+        tuple(_linear(of, name) for name in names) for of, names in ((inner, kind.qkv), (others, kind.gate_up))
+    )
+    for group in (qkv, gate_up):
+        if len({one.bias is None for one in group}) > 1:
+            raise Unfit("some matrices of one product have a bias and some have none")
+    out, down = _linear(inner, kind.out), _linear(others, kind.down)
+    dim, width = getattr(attention, "head_dim", None), sum(map(_features, qkv))
+    if not isinstance(dim, int) or dim < 1:
+        raise Unfit(f"head_dim of {kind.attention} is {dim!r}")
+    heads = (_features(qkv[0]) if len(qkv) == 3 else out.weight.shape[1]) // dim
+    groups, left = divmod(width - heads * dim, 2 * dim)
+    if left or groups < 1 or heads % groups or (len(qkv) == 3 and _features(qkv[1]) != groups * dim):
+        raise Unfit(f"q, k and v have {width} features, which are no heads of {dim} beside {heads} of q")
+    scaling = getattr(attention, "scaling", None)
+    found = Pieces(
+        kind=kind, attention=attention, norms=(_norm(children[kind.norms[0]]), _norm(children[kind.norms[1]])), qkv=qkv,
+        head_norms=(_norm(inner[kind.head_norms[0]]), _norm(inner[kind.head_norms[1]])) if has_norms else None, out=out,
+        gate_up=gate_up, down=down, heads=heads, groups=groups, dim=dim,
+        scaling=float(scaling) if isinstance(scaling, (int, float)) else dim**-0.5,
+        activation=_activation(others[kind.act]),
+        split=any(isinstance(one, Layer) for one in (*qkv, out, *gate_up, down)),
+    )  # fmt: skip
+    for parent in (layer, attention, mlp):
+        known: dict[str, Any] = parent._modules
+        found.places += [(known, name, child, type(child)) for name, child in parent.named_children()]
+    return found
+
+
+def _children(module: nn.Module, names: tuple[str, ...], where: str) -> dict[str, nn.Module]:
+    found = dict(module.named_children())
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise Unfit(f"there is no {where}{missing[0]}")
+    for name, child in found.items():
+        if name not in names and not isinstance(child, (nn.Dropout, nn.Identity)):
+            raise Unfit(f"there is {where}{name} besides")
+    if where and next(module.parameters(recurse=False), None) is not None:
+        raise Unfit(f"{where[:-1]} has parameters of its own")
+    return found
+
+
+def _linear(children: dict[str, nn.Module], name: str) -> Matrix:
+    found = children[name]
+    if isinstance(found, (Column, Row)) and nn.Linear in type(found).__mro__:
+        return found
+    if type(found) is not nn.Linear:
+        raise Unfit(f"{name} is a {type(found).__name__}, not a Linear")
+    return found
+
+
+def _features(matrix: Matrix) -> int:
+    """Of what it returns, on this rank."""
+    part = part_of(matrix)
+    if part is None or isinstance(matrix, Row):
+        return len(matrix.weight)
+    if part.sizes is not None:
+        return sum(part.sizes)
+    runs = part.take or part.rows
+    return len(matrix.weight) if runs is None else sum(stop - start for start, stop in runs)
+
+
+def _norm(module: nn.Module) -> Norm:
+    """Which norm it is, by what it computes."""
+    weight = getattr(module, "weight", None)
+    eps = next((e for n in ("variance_epsilon", "eps") if isinstance(e := getattr(module, n, None), float)), None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or eps is None:
+        raise Unfit(f"{type(module).__name__} is no root mean square norm with a weight")
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(3, len(weight), generator=generator, dtype=torch.float64) for _ in range(2))
+    try:
+        with exact(), torch.no_grad():
+            y = torch.func.functional_call(module, {"weight": w[0]}, (x,))
+    except Exception as error:
+        raise Unfit(f"{type(module).__name__} fails alone ({type(error).__name__}: {error})") from error
+    for plus_one in (False, True):
+        mine = rms_norm.rms_norm(x, w[0], eps, plus_one)
+        if isinstance(y, torch.Tensor) and y.shape == x.shape and bool(((y - mine).abs() <= 1e-9).all()):
+            return Norm(module, eps, plus_one)
+    raise Unfit(f"{type(module).__name__} computes another norm than the root mean square")
+
+
+def _activation(module: nn.Module) -> str:
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    with exact(), torch.no_grad():
+        y = module(x)
+    for form in ("silu", "gelu_tanh", "gelu", "relu"):
+        if bool(((y - activation.activate(x, form, False)).abs() <= 1e-9).all()):
+            return form
+    raise Unfit(f"{type(module).__name__} is another activation than silu, gelu and relu")

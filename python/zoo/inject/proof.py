@@ -1,0 +1,188 @@
+"""A layer is injected if that changes no more than rounding does: tried on a copy with random weights.
+
+For each class of layer with its shapes and options, in the dtype of its parameters: the original and the injected copy
+compute a prompt and tokens after it, with a cache, without one, with causal masks and with padding on the left and on
+the right; both are compared with the original in fp64. With e the largest difference, as a share of the largest number,
+the injected layer passes if e ≤ 2·e(original) + u, u the unit in the last place of the dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.inject.decoder import Decoder, State, become
+from zoo.inject.kinds import Pieces, Unfit, pieces_of
+from zoo.tensor.proof import exact
+
+Tensor = torch.Tensor
+_BATCH, _PROMPT, _TOKENS = 3, 5, (1, 2, 1)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The largest differences to fp64. injected, original: of which layer. dtype: of its parameters."""
+
+    dtype: torch.dtype
+    injected: float
+    original: float
+
+
+_PROVED: dict[Any, Proof | str] = {}
+
+
+def prove(layer: nn.Module, pieces: Pieces) -> Proof:
+    """Of a layer that is not injected; equal layers are proved once in a process.
+
+    Raises:
+        Unfit: it has several dtypes, fails, or differs by more; with the numbers.
+    """
+    dtypes = {p.dtype for p in layer.parameters()}
+    if len(dtypes) != 1:
+        raise Unfit(f"its parameters are {', '.join(sorted(map(str, dtypes)))}, of more than one dtype")
+    (dtype,) = dtypes
+    if pieces.split:  # ranks whose layers are equal elsewhere would wait for one that has proved its own
+        return _prove(layer, dtype)
+    key = (dtype, *_facts(layer))
+    if key not in _PROVED:
+        try:
+            _PROVED[key] = _prove(layer, dtype)
+        except Unfit as error:
+            _PROVED[key] = str(error)
+    found = _PROVED[key]
+    if isinstance(found, str):
+        raise Unfit(found)
+    return found
+
+
+def _facts(layer: nn.Module) -> Iterator[Any]:
+    """What equal layers have in common: classes, shapes, options; not which number they have."""
+    for name, module in layer.named_modules():
+        yield name, type(module)
+        for key, value in sorted(module.__dict__.items()):
+            if isinstance(value, (int, float, str, bool)) and key != "layer_idx":
+                yield name, key, value
+    for name, parameter in layer.named_parameters():
+        yield name, tuple(parameter.shape)
+    attention = next((m for m in layer.modules() if hasattr(m, "config")), None)
+    if attention is not None:
+        config: Any = attention.config
+        yield config.to_json_string(use_diff=False), getattr(config, "_attn_implementation", None)
+
+
+def _prove(layer: nn.Module, dtype: torch.dtype) -> Proof:
+    with torch.random.fork_rng(devices=[]):
+        original = copy.deepcopy(layer).cpu().eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in original.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(1 + 0.3 * drawn if parameter.dim() == 1 else drawn / parameter.shape[-1] ** 0.5)
+    injected, precise = copy.deepcopy(original), copy.deepcopy(original).double()
+    state = State(pieces_of(injected), dtype)
+    become(injected, Decoder, state)
+    mine = theirs = 0.0
+    try:
+        for given in _cases(pieces_of(original), dtype):
+            with torch.no_grad():
+                with exact():
+                    expected = _run(precise, given, torch.float64)
+                before = state.runs
+                found, own = _run(injected, given, dtype), _run(original, given, dtype)
+                if state.runs != before + len(found):
+                    raise Unfit("its pieces have hooks, or a forward of their own")
+            for one, other, right in zip(found, own, expected, strict=True):
+                scale = float(right.abs().max())
+                mine = max(mine, float((one.double() - right).abs().max()) / scale)
+                theirs = max(theirs, float((other.double() - right).abs().max()) / scale)
+    except Unfit:
+        raise
+    except Exception as error:
+        raise Unfit(f"a copy with random weights fails ({type(error).__name__}: {error})") from error
+    if not mine <= 2 * theirs + torch.finfo(dtype).eps:
+        raise Unfit(
+            f"injected it is off by {mine:.2g} of the largest number, the original by {theirs:.2g} in {dtype}: it "
+            "computes something else than its kind"
+        )
+    return Proof(dtype, mine, theirs)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """One row of calls. hidden, angles: of each call. masks: None where a layer gets none."""
+
+    hidden: list[Tensor]
+    angles: list[Tensor]
+    masks: list[Tensor | None]
+    cached: bool
+
+
+def _cases(pieces: Pieces, dtype: torch.dtype) -> Iterator[_Given]:
+    generator = torch.Generator().manual_seed(1)
+    features, rotary = len(pieces.norms[0].weight), _rotary(pieces)
+    total = _PROMPT + sum(_TOKENS)
+    x = torch.randn(_BATCH, total, features, generator=generator).to(dtype)
+    angles = torch.rand(1, total, rotary // 2, generator=generator) * 6
+    angles = torch.cat([angles, angles], -1)
+    ends = [_PROMPT]
+    for count in _TOKENS:
+        ends.append(ends[-1] + count)
+    begins = [0, *ends[:-1]]
+    causal = torch.ones(total, total, dtype=torch.bool).tril()
+    left, right = causal.repeat(_BATCH, 1, 1), causal.repeat(_BATCH, 1, 1)
+    left[1, :, :2] = right[2, :, _PROMPT - 2 : _PROMPT] = False
+    left[1, [0, 1], [0, 1]] = True  # a row that sees nothing has no number
+    for seen in (None, left, right):
+        masks = [
+            None if seen is None or (begin == 0 and end == 1) else seen[:, None, begin:end, :end].contiguous()
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+        if seen is None:  # causal where there are several tokens after others, which says a mask
+            masks = [
+                causal[None, None, b:e, :e] if b and e - b > 1 else None for b, e in zip(begins, ends, strict=True)
+            ]
+        yield _Given(
+            [x[:, b:e] for b, e in zip(begins, ends, strict=True)],
+            [angles[:, b:e] for b, e in zip(begins, ends, strict=True)], masks, True,
+        )  # fmt: skip
+    yield _Given([x], [angles], [None], False)
+    yield _Given([x], [angles], [left[:, None]], False)
+
+
+def _rotary(pieces: Pieces) -> int:
+    """R: how many numbers of a head turn."""
+    config: Any = getattr(pieces.attention, "config", None)
+    parameters = getattr(config, "rope_parameters", None)
+    share = getattr(config, "partial_rotary_factor", None)
+    if share is None and isinstance(parameters, dict):
+        share = parameters.get("partial_rotary_factor")
+    return int(pieces.dim * (share or 1.0)) // 2 * 2
+
+
+def _run(layer: nn.Module, given: _Given, dtype: torch.dtype) -> list[Tensor]:
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    attention: Any = pieces_of(layer).attention
+    cache = DynamicCache() if given.cached else None
+    found = []
+    for hidden, angles, mask in zip(given.hidden, given.angles, given.masks, strict=True):
+        eager, several = attention.config._attn_implementation == "eager", hidden.shape[1] > 1
+        if eager and several and mask is None:  # a model gives one then
+            mask = torch.ones(1, 1, hidden.shape[1], hidden.shape[1], dtype=torch.bool).tril()
+        if eager and mask is not None:
+            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        while cache is not None and len(cache.layers) < attention.layer_idx:
+            cache.layers.append(DynamicLayer())  # type: ignore[no-untyped-call]
+        y = layer(
+            hidden.to(dtype), attention_mask=mask, cache=cache,
+            position_embeddings=(angles.to(dtype).cos(), angles.to(dtype).sin()),
+        )  # fmt: skip
+        if not isinstance(y, Tensor):
+            raise TypeError(f"the layer returns a {type(y).__name__}, not a tensor")
+        found.append(y)
+    return found

@@ -1,0 +1,82 @@
+"""Injected models that zoo.tensor has split compute what the whole model does, on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.inject.models import model_of, prompts
+from torch.distributed.device_mesh import init_device_mesh
+
+pytest.importorskip("transformers")
+
+from zoo import sim
+from zoo.inject import detach, inject
+from zoo.inject.decoder import Decoder
+from zoo.tensor import plan_of, split
+from zoo.tensor.proof import exact
+
+UNEVEN = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36}
+CASES = [
+    ("Llama", 2, {}), ("Llama", 4, {}), ("Llama", 2, UNEVEN), ("Llama", 3, UNEVEN), ("Qwen2", 2, {}), ("Qwen3", 2, {}),
+    ("Phi3", 2, {}), ("Gemma", 2, {}),
+]  # fmt: skip
+
+
+def parts(family: str, degree: int, options: dict[str, Any]) -> Any:
+    model = model_of(family, torch.float64, **options)
+    mesh = init_device_mesh("cpu", (1, degree), mesh_dim_names=("data", "tensor"))
+    split(model, plan_of(model), mesh, training=False)
+    return model
+
+
+@torch.no_grad()
+def computed(model: Any, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    with exact():
+        logits = model(**prompts(side)).logits
+    return logits, model.generate(**prompts(side), max_new_tokens=5, do_sample=False)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_injected_split_model_computes_what_the_whole_one_does(case: tuple[str, int, dict[str, Any]]) -> None:
+    family, degree, options = case
+
+    def fn(rank: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[int]]:
+        model = parts(family, degree, options)
+        done = inject(model)
+        assert not done.refused
+        layers = [module for module in model.modules() if isinstance(module, Decoder)]
+        found = [computed(model, side) for side in ("left", "right")]
+        return found, [layer.__dict__["_zoo_injected"].runs for layer in layers]
+
+    whole = model_of(family, torch.float64, **options)
+    for found, runs in sim.run(degree, fn):
+        assert runs == [12, 12]  # of two prompts each, and of 2 · 5 tokens, the first of which a prompt gives
+        for side, (logits, words) in zip(("left", "right"), found, strict=True):
+            right, same = computed(whole, side)
+            seen = prompts(side)["attention_mask"].bool()
+            torch.testing.assert_close(logits[seen], right[seen], rtol=1e-11, atol=1e-11)
+            assert torch.equal(words, same)
+
+
+def test_what_one_rank_refuses_all_do() -> None:
+    def fn(rank: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        model = parts("Llama", 2, {})
+        with torch.no_grad():
+            before = model(**prompts()).logits
+        if rank == 1:
+            model.model.layers[0].mlp.extra = torch.nn.Linear(1, 1)
+        done = inject(model)
+        with torch.no_grad():
+            found = model(**prompts()).logits
+        detach(model)
+        return done, before, found
+
+    (first, *_), (second, *_) = found = sim.run(2, fn)
+    assert first.layers == second.layers == ("model.layers.1",)
+    assert first.refused == {"model.layers.0": "another rank of its axis refuses it, and says why"}
+    assert "there is mlp.extra besides" in second.refused["model.layers.0"]
+    for _, before, after in found:
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
