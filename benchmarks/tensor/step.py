@@ -10,7 +10,8 @@ A Llama of SmolLM2-135M's shape (30 layers of 576, a tied head over 49,152 words
 values, and with 8 and 4, which other libraries can split. fp32, random values, one thread a rank, two ranks over gloo.
 Training: forward, backward and AdamW of 2 sequences of 128; a token: one more of a sequence with a cache. zoo: with
 torch's AdamW, as the model that is not split; whole_twice: that model in two processes that know nothing of each
-other, which is what a second busy core costs; zoo_stage0 and zoo_stage3: under zoo's ZeRO optimizer; dtensor: torch's
+other, which is what a second busy core costs; whole_injected and zoo_injected: with zoo.inject, in one process and in
+the parts of two; zoo_stage0 and zoo_stage3: under zoo's ZeRO optimizer; dtensor: torch's
 own plans; deepspeed: AutoTP, where it is installed. Contenders
 run in turns, in fresh processes; a figure is the median over turns of the median over steps, and a ratio the median
 over turns of ratios within a turn.
@@ -38,7 +39,9 @@ CONTENDERS = {
         "whole", "whole_twice", "zoo", "zoo_sequence", "zoo_stage0", "zoo_stage3", "transformers", "dtensor",
         "deepspeed",
     ),
-    "token": ("whole", "whole_twice", "zoo", "transformers", "dtensor", "deepspeed"),
+    "token": (
+        "whole", "whole_twice", "whole_injected", "zoo", "zoo_injected", "transformers", "dtensor", "deepspeed"
+    ),
 }  # fmt: skip
 WORKER, RESULTS = "benchmarks.tensor.worker", Path(__file__).with_name("RESULTS.md")
 
@@ -72,7 +75,8 @@ def turn(what: str, shape: dict[str, int], folder: Path, steps: int, only: list[
             "tied": contender not in ("transformers", "dtensor"),
         }  # fmt: skip
         try:
-            ranks = run_ranks(WORKER, spec, 1 if contender == "whole" else 2, timeout_s=900)
+            alone = contender in ("whole", "whole_injected")
+            ranks = run_ranks(WORKER, spec, 1 if alone else 2, timeout_s=900)
         except ContenderError as error:
             found[contender] = error.last[:120]
             continue

@@ -35,6 +35,10 @@ def built(spec: dict[str, Any]) -> tuple[Any, Any]:
         )
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False) if trains else None
     model = LlamaForCausalLM(config_of(spec))
+    if contender == "whole_injected":
+        from zoo.inject import inject
+
+        inject(model.eval())
     if contender.startswith("whole"):
         return model, torch.optim.AdamW(model.parameters(), **adamw) if trains else None
     if contender.startswith("zoo"):
@@ -42,6 +46,10 @@ def built(spec: dict[str, Any]) -> tuple[Any, Any]:
 
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
         split(model, plan_of(model), mesh, training=trains, sequence=contender == "zoo_sequence")
+        if contender == "zoo_injected":
+            from zoo.inject import inject
+
+            inject(model.eval())
         if not trains:
             return model, None
         in_parts(model)

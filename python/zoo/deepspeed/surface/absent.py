@@ -17,7 +17,7 @@ _PROFILER = (
     "there is no profiler of operations yet; torch.utils.flop_counter counts them, and wall_clock_breakdown times."
 )
 _TENSOR_PARALLEL = (
-    "a model is cut by the section tensor_parallel, or by zoo.tensor; layers are not replaced by kernels."
+    "a model is cut by the section tensor_parallel, or by zoo.tensor; zoo.inject.inject puts fast forwards into layers."
 )
 _CUT = "the engine does it, from the section tensor_parallel and what tp_model_init was told."
 _COMPILER = "there are no compiler passes of its own yet; engine.compile() is torch.compile."
