@@ -79,11 +79,19 @@ struct Floats {
       codes[0] = HalfVec(_mm512_castsi512_si256(all));
       codes[1] = HalfVec(_mm512_extracti64x4_epi64(all, 1));
     }
+#elif defined(__AVX2__)
+    if constexpr (BITS == 8)
+      for (int v = 0; v < 2; ++v) {  // two quarters of the line: rows 8v, ..., 8v + 7, and 16 + 8v, ...
+        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + v);
+        const __m256i apart = _mm256_permute4x64_epi64(both, 0xD8);
+        codes[v] = HalfVec(_mm256_castsi256_si128(apart));
+        codes[v + 2] = HalfVec(_mm256_extracti128_si256(apart, 1));
+      }
 #endif
     for (int v = 0; v < VECTORS; ++v) {
       const int row = v * WIDTH;
       if constexpr (BITS == 4) memcpy(&codes[v], from + place_in_line(4, row, 0), sizeof(HalfVec));
-#if !defined(__AVX512BW__)
+#if !defined(__AVX2__)
       else codes[v] = codes_of_rows(from, v);
 #endif
       const IntVec words = __builtin_convertvector(codes[v], IntVec);
