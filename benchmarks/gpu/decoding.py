@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from benchmarks.gpu.cases import DTYPES, Case
 
+from zoo.kernels.cached_attention import cached_attention
+from zoo.kernels.cached_attention.reference import cached_attention as attention_reference
 from zoo.kernels.rms_norm import add_rms_norm, rms_norm
 from zoo.kernels.rms_norm import reference as rms_norm_reference
 from zoo.kernels.rotary_cache import rotary_cache_
@@ -103,6 +105,34 @@ def rotary_cases(large: bool) -> Iterator[Case]:
                         operation=partial(run, rotary_cache_, named=True, how=how),
                         reference=partial(run, rotary_reference, named=False, how=how),
                     )  # fmt: skip
+
+
+def attention_cases(large: bool) -> Iterator[Case]:
+    """Heads that share keys and not; one query and several; causal, masked in part and wholly; odd sizes."""
+    shapes = [
+        (2, 4, 2, 3, 9, 8),
+        (1, 9, 3, 1, 70, 64),
+        (2, 3, 3, 2, 2, 17),
+        *([(2, 32, 8, 4, 3000, 128)] if large else []),
+    ]
+    for dtype in DTYPES:
+        for batch, heads, groups, tokens, length, dim in shapes:
+            g = torch.Generator().manual_seed(length)
+            q = torch.randn(batch, tokens, heads, dim, generator=g).to(dtype)
+            k, v = (torch.randn(batch, groups, length, dim, generator=g).to(dtype) for _ in range(2))
+            mask = torch.rand(batch, tokens, length, generator=g) < 0.6
+            mask[0, 0] = False
+
+            def operation(q: Any, k: Any, v: Any, mask: Any) -> Any:
+                q = q.transpose(1, 2)
+                return cached_attention(q, k, v, scale=0.3), cached_attention(q, k, v, mask, scale=0.3)
+
+            def expected(q: Any, k: Any, v: Any, mask: Any) -> Any:
+                q = q.transpose(1, 2)
+                return attention_reference(q, k, v, None, 0.3), attention_reference(q, k, v, mask, 0.3)
+
+            what = f"{dtype}, {heads} heads over {groups}, {tokens} of {length} tokens, D = {dim}"
+            yield Case(what=what, args=(q, k, v, mask), operation=operation, reference=expected)
 
 
 def decode(tokens: int = 4) -> Callable[[str, int], tuple[dict[str, Callable[[], Any]], int]]:

@@ -75,7 +75,7 @@ def test_what_one_rank_refuses_all_do() -> None:
         return done, before, found
 
     (first, *_), (second, *_) = found = sim.run(2, fn)
-    assert first.layers == second.layers == ("model.layers.1",)
+    assert first.layers == second.layers == ("model.layers.1", "model.norm")
     assert first.refused == {"model.layers.0": "another rank of its axis refuses it, and says why"}
     assert "there is mlp.extra besides" in second.refused["model.layers.0"]
     for _, before, after in found:

@@ -8,7 +8,7 @@ are wanted, or anything is asked for that this forward does not know, the layer'
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as modules
 
-from zoo.inject.kinds import Matrix, Norm, Pieces, pieces_of
+from zoo.inject.kinds import Matrix, Norm, Pieces, norm_of, pieces_of
 from zoo.kernels.activation import activate_
+from zoo.kernels.cached_attention import cached_attention
 from zoo.kernels.rms_norm import add_rms_norm, rms_norm
 from zoo.kernels.rotary_cache import rotary_cache_
-from zoo.kernels.thin_linear import FEW, linear, linears, thin_linears
+from zoo.kernels.thin_linear import FEW, linear, linears, thin_linear, thin_linears
 
 STATE = "_zoo_injected"
 ATTENTIONS = ("sdpa", "eager")
@@ -33,11 +34,13 @@ Tensor = torch.Tensor
 @dataclass(eq=False)
 class State:
     """What an injected module knows. dtype: of its parameters when it was proved; None: of any. runs: how often the
-    injected forward ran to its end."""
+    injected forward ran to its end. invariant: the bits of a token depend on nothing but the tokens that it sees."""
 
     pieces: Pieces | None
     dtype: torch.dtype | None
     runs: int = 0
+    invariant: bool = False
+    norm: Norm | None = None
 
 
 def become(module: nn.Module, kind: type[Injected], state: State) -> None:
@@ -70,7 +73,9 @@ class Injected(nn.Module):
         memo[id(self)] = found
         state: State = self.__dict__[STATE]
         found.__setstate__(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != STATE}, memo))
-        become(found, kind, State(None if state.pieces is None else pieces_of(found), state.dtype))
+        pieces = None if state.pieces is None else pieces_of(found)
+        norm = None if state.norm is None else norm_of(found)
+        become(found, kind, replace(state, pieces=pieces, norm=norm, runs=0))
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -125,12 +130,15 @@ class Decoder(Injected):
         x = hidden_states.contiguous()
         if pieces.split:
             product = _of_parts
+        elif state.invariant:
+            product = _thin
         else:
             product = _thin if x.numel() <= FEW * x.shape[-1] and pieces.is_thin() else _whole
         first, second = pieces.norms
         h = rms_norm(x, first.weight, eps=first.eps, plus_one=first.plus_one)
         qkv = product(h, pieces.qkv)
-        out = product(_attend(pieces, qkv, attention_mask, cache, position_embeddings), (pieces.out,))
+        heads = _attend(pieces, qkv, attention_mask, cache, position_embeddings, invariant=state.invariant)
+        out = product(heads, (pieces.out,))
         h, y = add_rms_norm(out, x, second.weight, eps=second.eps, plus_one=second.plus_one)
         both = product(h, pieces.gate_up)
         a = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
@@ -157,7 +165,9 @@ def _of_parts(x: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
     return torch.cat(found, -1) if len(found) > 1 else found[0]
 
 
-def _attend(pieces: Pieces, qkv: Tensor, mask: Tensor | None, cache: Any, positions: tuple[Tensor, Tensor]) -> Tensor:
+def _attend(
+    pieces: Pieces, qkv: Tensor, mask: Tensor | None, cache: Any, positions: tuple[Tensor, Tensor], *, invariant: bool
+) -> Tensor:  # fmt: skip
     """(batch, tokens, heads · dim)."""
     batch, tokens = qkv.shape[:2]
     heads, groups, dim = pieces.heads, pieces.groups, pieces.dim
@@ -170,16 +180,16 @@ def _attend(pieces: Pieces, qkv: Tensor, mask: Tensor | None, cache: Any, positi
     q, k, v = torch.split(parts.transpose(1, 2), [heads, groups, groups], 1)
     if cache is not None:
         k, v = cache.update(k, v, pieces.attention.layer_idx)
-    if tokens == 1 and (mask is None or mask.shape[1] == 1):
-        # The heads that share k and v are as many tokens of one head: so nothing is repeated.
-        found = F.scaled_dot_product_attention(
-            q.reshape(batch, groups, heads // groups, dim), k, v, attn_mask=mask, scale=pieces.scaling
-        )
-        return found.reshape(batch, 1, heads * dim)
     attention = pieces.attention
     causal = mask is None and attention.config._attn_implementation == "sdpa" and getattr(attention, "is_causal", True)
+    if causal and tokens > 1:
+        k, v = k[:, :, :tokens], v[:, :, :tokens]  # of a cache that is longer the rest is empty
+    shown = None if mask is None or mask.dtype is not torch.bool or mask.shape[1] != 1 else mask[:, 0]
+    if (invariant or batch * tokens <= FEW) and (causal or shown is not None or (mask is None and tokens == 1)):
+        shown = None if shown is None else shown.expand(batch, tokens, k.shape[2])
+        return cached_attention(q, k, v, shown, scale=pieces.scaling)
     found = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=pieces.scaling, enable_gqa=heads != groups
+        q, k, v, attn_mask=mask, is_causal=causal and tokens > 1, scale=pieces.scaling, enable_gqa=heads != groups
     )
     return found.transpose(1, 2).reshape(batch, tokens, heads * dim)
 
@@ -195,4 +205,20 @@ class Head(Injected):
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias) if _plain() else super().forward(x)
+        if not _plain():
+            found: Tensor = super().forward(x)
+            return found
+        state: State = self.__dict__[STATE]
+        return thin_linear(x, self.weight, self.bias) if state.invariant else linear(x, self.weight, self.bias)
+
+
+class Normed(Injected):
+    """A root mean square norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: State = self.__dict__[STATE]
+        norm = state.norm
+        if norm is None or not _plain() or norm.weight.dtype is not x.dtype:
+            found: Tensor = super().forward(x)
+            return found
+        return rms_norm(x.contiguous(), norm.weight, eps=norm.eps, plus_one=norm.plus_one)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator
-from zoo.inject.decoder import ATTENTIONS, STATE, Decoder, Head, State, become, leave
-from zoo.inject.kinds import Pieces, Unfit, pieces_of
+from zoo.inject.decoder import ATTENTIONS, STATE, Decoder, Head, Injected, Normed, State, become, leave
+from zoo.inject.kinds import Norm, Pieces, Unfit, norm_of, pieces_of
 from zoo.inject.proof import Proof, prove
 from zoo.tensor.layers import part_of
 
@@ -44,7 +44,7 @@ class Injection:
         return "\n".join(lines)
 
 
-def inject(model: nn.Module) -> Injection:
+def inject(model: nn.Module, *, invariant: bool = False) -> Injection:
     """Let decoder layers and the head of a model compute with few operations wherever no gradient is wanted.
 
     A layer is injected if it is of a kind that is described (:mod:`zoo.inject.kinds`), and if a copy of it with random
@@ -54,52 +54,57 @@ def inject(model: nn.Module) -> Injection:
     Args:
         model: of transformers, loaded, of one floating-point dtype a layer. Its layers are changed in place. If
             zoo.tensor has split it, all ranks of the axis call this, and inject the same layers.
+        invariant: what a token gets depends, bit for bit, on the tokens that it sees and on their positions alone: not
+            on the batch, on padding, on how much of the prompt came at once, nor on whether it is generated or scored.
+            Prompts take longer: their products and their attention are those of single tokens.
 
     Returns:
         What is injected, and what is not and why, which is logged too.
 
     Raises:
-        ValueError: the model is injected, or nothing in it can be: with the reasons. Nothing is changed then.
+        ValueError: the model is injected, or nothing in it can be, or, invariant, not all: with the reasons. Nothing is
+            changed then.
     """
     if any(STATE in module.__dict__ for module in model.modules()):
         raise ValueError("the model is injected; zoo.inject.detach(model) comes before another inject(model).")
+    ranks = _ranks(model)
     layers, refused = dict(_decoder_layers(model)), {}
+    allowed = ATTENTIONS[:1] if invariant else ATTENTIONS
     described: dict[str, Pieces] = {}
     how = getattr(getattr(model, "config", None), "_attn_implementation", None)
     for name, layer in layers.items():
         try:
-            if how not in ATTENTIONS:
-                raise Unfit(f"attn_implementation is {how!r}; allowed are {', '.join(ATTENTIONS)}")
+            if how not in allowed:
+                raise Unfit(f"attn_implementation is {how!r}; allowed: {', '.join(allowed)}")
+            if invariant and ranks is not None:
+                raise Unfit("zoo.tensor has split the model, whose products are torch's for many tokens")
             described[name] = pieces_of(layer)
         except Unfit as error:
             refused[name] = str(error)
-    ranks = _ranks(model)
     _agree(ranks, layers, refused)  # before a proof, in which ranks of a split layer wait for each other
     proofs: dict[str, Proof] = {}
     for name, layer in layers.items():
         if name not in refused:
             try:
-                proofs[name] = prove(layer, described[name])
+                proofs[name] = prove(layer, described[name], invariant=invariant)
             except Unfit as error:
                 refused[name] = str(error)
     _agree(ranks, layers, refused)
-    found = {
-        name: (layer, State(described[name], proofs[name].dtype))
-        for name, layer in layers.items()
-        if name not in refused
-    }
-    if not found:
+    found = {name: layers[name] for name in layers if name not in refused}
+    if not found or (invariant and refused):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:3])
+        what = "not every layer" if found else "no layer"
         raise ValueError(
-            f"no layer of {type(model).__name__} can be injected. {reasons or 'It has no decoder layers'}."
+            f"{what} of {type(model).__name__} can be injected. {reasons or 'It has no decoder layers'}."
+            f"{' invariant=True needs all of them.' if found else ''}"
         )
-    errors = {type(layers[name]).__name__: (proofs[name].injected, proofs[name].original) for name in found}
-    head = _head(model)
-    for layer, state in found.values():
-        become(layer, Decoder, state)
-    if head is not None:
-        become(head[1], Head, State(None, None))
-    done = Injection((*found, *([head[0]] if head else [])), refused, errors)
+    others = _others(model, layers, [described[name] for name in found])
+    for name, layer in found.items():
+        become(layer, Decoder, State(described[name], proofs[name].dtype, invariant=invariant))
+    for module, kind, norm in others.values():
+        become(module, kind, State(None, None, invariant=invariant, norm=norm))
+    errors = {type(layer).__name__: (proofs[name].injected, proofs[name].original) for name, layer in found.items()}
+    done = Injection((*found, *others), refused, errors)
     logger.info("%s: %s", type(model).__name__, done)
     return done
 
@@ -140,10 +145,17 @@ def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _head(model: nn.Module) -> tuple[str, nn.Linear] | None:
-    """Its name and the matrix of the words, where that is a plain one."""
+def _others(
+    model: nn.Module, layers: Iterable[str], described: Iterable[Pieces]
+) -> dict[str, tuple[nn.Module, type[Injected], Norm | None]]:
+    """The norm behind all layers, and the matrix of the words where that is a plain one; with their names."""
     ask: Any = getattr(model, "get_output_embeddings", None)
     head = ask() if ask is not None else None
-    if type(head) is not nn.Linear or not torch.is_floating_point(head.weight):
-        return None
-    return next(((name, module) for name, module in model.named_modules() if module is head), None)
+    kinds = {type(norm.module) for pieces in described for norm in pieces.norms}
+    found: dict[str, tuple[nn.Module, type[Injected], Norm | None]] = {}
+    for name, module in model.named_modules():
+        if type(module) in kinds and not any(name.startswith(f"{layer}.") for layer in layers):
+            found[name] = module, Normed, norm_of(module)
+        elif module is head and type(module) is nn.Linear and torch.is_floating_point(module.weight):
+            found[name] = module, Head, None
+    return found

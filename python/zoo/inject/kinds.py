@@ -172,9 +172,10 @@ def _pieces(layer: nn.Module, kind: Kind) -> Pieces:
     if left or groups < 1 or heads % groups or (len(qkv) == 3 and _features(qkv[1]) != groups * dim):
         raise Unfit(f"q, k and v have {width} features, which are no heads of {dim} beside {heads} of q")
     scaling = getattr(attention, "scaling", None)
+    first, second = (norm_of(children[name]) for name in kind.norms)
+    head_norms = (norm_of(inner[kind.head_norms[0]]), norm_of(inner[kind.head_norms[1]])) if has_norms else None
     found = Pieces(
-        kind=kind, attention=attention, norms=(_norm(children[kind.norms[0]]), _norm(children[kind.norms[1]])), qkv=qkv,
-        head_norms=(_norm(inner[kind.head_norms[0]]), _norm(inner[kind.head_norms[1]])) if has_norms else None, out=out,
+        kind=kind, attention=attention, norms=(first, second), qkv=qkv, head_norms=head_norms, out=out,
         gate_up=gate_up, down=down, heads=heads, groups=groups, dim=dim,
         scaling=float(scaling) if isinstance(scaling, (int, float)) else dim**-0.5,
         activation=_activation(others[kind.act]),
@@ -219,8 +220,12 @@ def _features(matrix: Matrix) -> int:
     return len(matrix.weight) if runs is None else sum(stop - start for start, stop in runs)
 
 
-def _norm(module: nn.Module) -> Norm:
-    """Which norm it is, by what it computes."""
+def norm_of(module: nn.Module) -> Norm:
+    """Which norm it is, by what it computes.
+
+    Raises:
+        Unfit: another one than the root mean square.
+    """
     weight = getattr(module, "weight", None)
     eps = next((e for n in ("variance_epsilon", "eps") if isinstance(e := getattr(module, n, None), float)), None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or eps is None:

@@ -36,7 +36,7 @@ class Proof:
 _PROVED: dict[Any, Proof | str] = {}
 
 
-def prove(layer: nn.Module, pieces: Pieces) -> Proof:
+def prove(layer: nn.Module, pieces: Pieces, *, invariant: bool = False) -> Proof:
     """Of a layer that is not injected; equal layers are proved once in a process.
 
     Raises:
@@ -47,11 +47,11 @@ def prove(layer: nn.Module, pieces: Pieces) -> Proof:
         raise Unfit(f"its parameters are {', '.join(sorted(map(str, dtypes)))}, of more than one dtype")
     (dtype,) = dtypes
     if pieces.split:  # ranks whose layers are equal elsewhere would wait for one that has proved its own
-        return _prove(layer, dtype)
-    key = (dtype, *_facts(layer))
+        return _prove(layer, dtype, invariant)
+    key = (dtype, invariant, *_facts(layer))
     if key not in _PROVED:
         try:
-            _PROVED[key] = _prove(layer, dtype)
+            _PROVED[key] = _prove(layer, dtype, invariant)
         except Unfit as error:
             _PROVED[key] = str(error)
     found = _PROVED[key]
@@ -75,7 +75,7 @@ def _facts(layer: nn.Module) -> Iterator[Any]:
         yield config.to_json_string(use_diff=False), getattr(config, "_attn_implementation", None)
 
 
-def _prove(layer: nn.Module, dtype: torch.dtype) -> Proof:
+def _prove(layer: nn.Module, dtype: torch.dtype, invariant: bool) -> Proof:
     with torch.random.fork_rng(devices=[]):
         original = copy.deepcopy(layer).cpu().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
@@ -83,7 +83,7 @@ def _prove(layer: nn.Module, dtype: torch.dtype) -> Proof:
         drawn = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(1 + 0.3 * drawn if parameter.dim() == 1 else drawn / parameter.shape[-1] ** 0.5)
     injected, precise = copy.deepcopy(original), copy.deepcopy(original).double()
-    state = State(pieces_of(injected), dtype)
+    state = State(pieces_of(injected), dtype, invariant=invariant)
     become(injected, Decoder, state)
     mine = theirs = 0.0
     try:

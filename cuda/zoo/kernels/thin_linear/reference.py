@@ -24,20 +24,20 @@ def thin_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) 
         y = tokens.new_empty(len(tokens), len(rows))
         each = max(1, ELEMENTS // (LANES * max(1, len(rows))))
         for begin in range(0, len(tokens), each):
-            y[begin : begin + each] = _product(tokens[begin : begin + each], rows)
+            y[begin : begin + each] = product(tokens[begin : begin + each], rows)
         found.append(y + biases[i].to(y.dtype) if biases else y)
     together = torch.cat(found, 1) if found else tokens.new_empty(len(tokens), 0)
     return together.to(x.dtype).view(*x.shape[:-1], together.shape[1])
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor) -> Tensor:
     """(M, N): product k goes into lane k mod 16, then the lanes are folded by halves."""
     columns = x.shape[1]
     pad = (0, -columns % LANES)
     x, weight = (torch.nn.functional.pad(t, pad).view(len(t), math.ceil(columns / LANES), LANES) for t in (x, weight))
     lanes = x.new_zeros(x.shape[0], weight.shape[0], LANES)
     for k in range(x.shape[1]):
-        lanes = _multiply_add(x[:, None, k], weight[None, :, k], lanes)
+        lanes = multiply_add(x[:, None, k], weight[None, :, k], lanes)
     half = LANES // 2
     while half:
         lanes = lanes[..., :half] + lanes[..., half:]
@@ -45,7 +45,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return lanes[..., 0]
 
 
-def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a·b + c, fp32, rounded once (fp64: twice).
 
     The product is exact in fp64. The sum is rounded to odd there, after which a second rounding, to a format that is

@@ -7,15 +7,14 @@
 #include "thin_linear.h"
 
 #include "../common/blocks.h"
+#include "../common/dots.h"
 #include "../common/parallel.h"
 #include "../common/scratch.h"
-#include "../common/vectors.h"
 
 namespace zoo {
 namespace ZOO_ISA {
 namespace {
 
-constexpr int PARTS = THIN_LANES / WIDTH;                   // vectors that have the lanes of a sum
 constexpr int64_t CHUNK = 48;                               // rows
 constexpr int TILE = WIDTH == 16 ? 4 : WIDTH == 8 ? 3 : 1;  // tokens
 
@@ -24,45 +23,6 @@ constexpr int rows_of(int tokens) {
   if (WIDTH == 16) return tokens <= 3 ? 8 : 6;
   if (WIDTH == 8) return tokens == 1 ? 6 : tokens == 2 ? 3 : 2;
   return 2;
-}
-
-// a·b + c, rounded once.
-ZOO_HD Vec fused(Vec a, Vec b, Vec c) {
-#if defined(__AVX512BW__)
-  return Vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
-#elif defined(__AVX2__)
-  return Vec(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
-#else
-  for (int k = 0; k < WIDTH; ++k) c[k] = __builtin_fmaf(a[k], b[k], c[k]);
-  return c;
-#endif
-}
-
-typedef float Four __attribute__((vector_size(16)));
-
-// The lanes of a sum, folded to four.
-ZOO_HD Four folded(const Vec (&sum)[PARTS]) {
-  alignas(64) float lanes[THIN_LANES];
-  memcpy(lanes, sum, sizeof(lanes));
-  Four quarter[4];
-  memcpy(quarter, lanes, sizeof(lanes));
-  return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
-}
-
-ZOO_HD float folded(Four x) { return (x[0] + x[2]) + (x[1] + x[3]); }
-
-// to[i] = folded(from[i])
-ZOO_HD void fold_all(const Four* from, int count, float* to) {
-  int i = 0;
-#if defined(__SSE2__)
-  for (; i + 4 <= count; i += 4) {
-    const __m128 a = __m128(from[i]), b = __m128(from[i + 1]), c = __m128(from[i + 2]), d = __m128(from[i + 3]);
-    const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
-    const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
-    _mm_storeu_ps(to + i, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
-  }
-#endif
-  for (; i < count; ++i) to[i] = folded(from[i]);
 }
 
 // sums[t · CHUNK + r] for T tokens, whose x are fp32, and R rows that begin at w; ask: the R rows after them are
@@ -88,7 +48,7 @@ void tile(const float* x, const char* w, int64_t columns, float* sums) {
     }
   };
   int64_t k = 0;
-  for (; k + THIN_LANES <= columns; k += THIN_LANES) step(k, THIN_LANES);
+  for (; k + DOT_LANES <= columns; k += DOT_LANES) step(k, DOT_LANES);
   if (k < columns) step(k, columns - k);
   Four four[R];
   for (int t = 0; t < T; ++t) {

@@ -9,9 +9,10 @@
 namespace zoo {
 namespace {
 
+constexpr int LANES_OF_ROW = 16;
 constexpr int OF_ROW = 4;   // threads
-constexpr int MOST = 8;     // tokens of a block
-constexpr int FETCHES = 4;  // of W, on their way
+constexpr int MOST = 4;     // tokens of a block
+constexpr int FETCHES = 2;  // of W, on their way
 constexpr int ROWS = THREADS / OF_ROW;
 
 template <int MT>
@@ -21,16 +22,16 @@ __global__ void __launch_bounds__(THREADS, 4) thin_linear_kernel(ThinLinear c) {
   const int64_t mine = row < c.rows ? row : c.rows - 1;  // all threads of a warp shuffle
   const int64_t begin = mine * c.columns;
   float acc[MT][4] = {};
-  for (int64_t k = 4 * l; k < c.columns; k += FETCHES * THIN_LANES) {
+  for (int64_t k = 4 * l; k < c.columns; k += FETCHES * LANES_OF_ROW) {
     Four w[FETCHES];
 #pragma unroll
     for (int i = 0; i < FETCHES; ++i) {
-      const int64_t at = k + i * THIN_LANES, left = c.columns - at;
+      const int64_t at = k + i * LANES_OF_ROW, left = c.columns - at;
       w[i] = load4(c.w, c.dtype, begin + (left > 0 ? at : 0), left > 4 ? 4 : left > 0 ? int(left) : 0);
     }
 #pragma unroll
     for (int i = 0; i < FETCHES; ++i) {
-      const int64_t at = k + i * THIN_LANES, left = c.columns - at;
+      const int64_t at = k + i * LANES_OF_ROW, left = c.columns - at;
       if (left <= 0) continue;
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
@@ -75,7 +76,6 @@ int32_t thin_linear(const ThinLinear& c, void* stream) {
   if (c.tokens == 0 || c.rows == 0) return cudaSuccess;
   if (c.tokens == 1) return launch<1>(c, s);
   if (c.tokens == 2) return launch<2>(c, s);
-  if (c.tokens <= 4) return launch<4>(c, s);
   return launch<MOST>(c, s);
 }
 

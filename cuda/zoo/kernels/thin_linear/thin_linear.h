@@ -19,14 +19,12 @@
 //
 // On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
 //   thin_linear_kernel 256 threads, <= 64 registers, >= 32 warps
-// Four threads have the lanes of a row there, four each: the same bits. A block reads W once for 8 tokens.
+// Four threads have the lanes of a row there, four each: the same bits. A block reads W once for 4 tokens.
 #pragma once
 
 #include "../common/isa.h"
 
 namespace zoo {
-
-constexpr int THIN_LANES = 16;
 
 struct ThinLinear {
   const void *x, *w, *bias;               // bias: null without one
