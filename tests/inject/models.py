@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from zoo.tensor.proof import exact
+
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
@@ -37,6 +39,18 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **options: Any) ->
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape).to(dtype))
+    return model
+
+
+def with_exact_positions(model: Any) -> Any:
+    """Angles are computed in fp64, which transformers computes in fp32."""
+    own = model.model.rotary_emb.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with exact():
+            return own(*args, **kwargs)
+
+    model.model.rotary_emb.forward = forward
     return model
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from zoo.kernels import loading
 
@@ -51,7 +52,8 @@ class Operator:
 
         The binding refuses wrong arguments itself; ``check`` raises the same ValueErrors.
         """
-        if loading.runs(self.name, args[of]):
+        # Tangents of forward-mode differentiation would be lost in a kernel.
+        if forward_ad._current_level < 0 and loading.runs(self.name, args[of]):
             kernel = self._kernel or self._find()
             try:
                 if self._gradient is None or torch.is_grad_enabled():

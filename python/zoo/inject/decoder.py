@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules import module as modules
 
-from zoo.inject.kinds import Matrix, Norm, Pieces, norm_of, pieces_of
+from zoo.inject.kinds import ATTENTIONS, Matrix, Norm, Pieces, Unfit, attention_function, norm_of, pieces_of
+from zoo.inject.watch import is_plain
 from zoo.kernels.activation import activate_
 from zoo.kernels.cached_attention import cached_attention
 from zoo.kernels.rms_norm import add_rms_norm, rms_norm
@@ -24,8 +24,6 @@ from zoo.kernels.rotary_cache import rotary_cache_
 from zoo.kernels.thin_linear import FEW, linear, linears, thin_linear, thin_linears
 
 STATE = "_zoo_injected"
-ATTENTIONS = ("sdpa", "eager")
-"""Of ``attn_implementation``: those whose masks a layer gets as they are added to scores, or as booleans."""
 IGNORED = ("output_hidden_states",)
 """Arguments of the model that come to its layers and are none of theirs."""
 Tensor = torch.Tensor
@@ -55,9 +53,10 @@ def become(module: nn.Module, kind: type[Injected], state: State) -> None:
 
 
 def leave(module: nn.Module) -> None:
-    """The module as it was before :func:`become`."""
+    """The module as it was before :func:`become`. One that has become something else since computes as it did too."""
     del module.__dict__[STATE]
-    module.__class__ = type(module).__bases__[1]
+    if type(module) in _CLASSES.values():
+        module.__class__ = type(module).__bases__[1]
 
 
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
@@ -65,37 +64,37 @@ _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 class Injected(nn.Module):
-    """Base of injected modules: a copy is injected too; one that was pickled is not, but has all else."""
+    """Base of injected modules: a copy is injected too, if it can be; one that was pickled is not, but has all else."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        kind, own = type(self).__bases__
+        ours = type(self) in _CLASSES.values()
+        kind, own = type(self).__bases__ if ours else (None, type(self))
         found: Any = object.__new__(own)
         memo[id(self)] = found
-        state: State = self.__dict__[STATE]
-        found.__setstate__(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != STATE}, memo))
-        pieces = None if state.pieces is None else pieces_of(found)
-        norm = None if state.norm is None else norm_of(found)
+        found.__setstate__(copy.deepcopy(self._without(), memo))
+        state: State | None = self.__dict__.get(STATE)
+        if kind is None or state is None:
+            return found
+        try:
+            pieces = None if state.pieces is None else pieces_of(found)
+            norm = None if state.norm is None else norm_of(found)
+        except Unfit:  # it has got adapters since
+            return found
         become(found, kind, replace(state, pieces=pieces, norm=norm, runs=0))
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {key: value for key, value in self.__dict__.items() if key != STATE}
-        return _new, (type(self).__bases__[1],), state
+        ours = type(self) in _CLASSES.values()
+        return _new, (type(self).__bases__[1] if ours else type(self),), self._without()
+
+    def _without(self) -> dict[str, Any]:
+        given: Any = getattr(super(), "__getstate__", None)
+        state = given() if given is not None else dict(self.__dict__)
+        return {key: value for key, value in state.items() if key != STATE}
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:
     return object.__new__(kind)
-
-
-def _plain() -> bool:
-    """Whether nobody looks at what happens inside of a layer."""
-    return not (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch.is_autocast_enabled("cpu")
-        or modules._global_forward_hooks
-        or modules._global_forward_pre_hooks
-    )
 
 
 class Decoder(Injected):
@@ -106,27 +105,15 @@ class Decoder(Injected):
         cache: Any = None, use_cache: bool | None = False, position_embeddings: Any = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """As transformers calls a decoder layer."""
-        state: State = self.__dict__[STATE]
-        pieces = state.pieces
+        state: State | None = self.__dict__.get(STATE)
         if cache is None and kwargs:
             cache = kwargs.pop("past_key_values", None)
-        if pieces is None or not (
-            _plain()
-            and position_embeddings is not None
-            and hidden_states.dtype is state.dtype
-            and hidden_states.dim() == 3
-            and pieces.down.weight.dtype is state.dtype
-            and (attention_mask is None or attention_mask.dim() == 4)
-            and pieces.attention.config._attn_implementation in ATTENTIONS
-            and not any(
-                value is not None and value is not False and name not in IGNORED for name, value in kwargs.items()
-            )
-            and pieces.intact()
-        ):
+        if state is None or not _knows(self, state, hidden_states, attention_mask, position_embeddings, kwargs):
             return super().forward(
                 hidden_states, attention_mask=attention_mask, position_ids=position_ids, cache=cache,
                 use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
             )  # fmt: skip
+        pieces: Any = state.pieces
         x = hidden_states.contiguous()
         if pieces.split:
             product = _of_parts
@@ -145,6 +132,44 @@ class Decoder(Injected):
         activate_(a, both, pieces.activation, gated=True)
         state.runs += 1
         return y + product(a, (pieces.down,))
+
+
+def _knows(
+    layer: nn.Module, state: State, x: Tensor, mask: Any, positions: Any, others: dict[str, Any]
+) -> bool:  # fmt: skip
+    """Whether the injected forward computes what is asked for."""
+    pieces = state.pieces
+    return (
+        pieces is not None
+        and is_plain()
+        and not layer.training  # dropout, and what is computed again in backward
+        and type(x) is Tensor
+        and x.dim() == 3
+        and x.dtype is state.dtype
+        and pieces.down.weight.dtype is state.dtype
+        and all(value is None or name in IGNORED for name, value in others.items())
+        and _knows_mask(pieces, mask)
+        and _knows_positions(positions, x)
+        and pieces.watch.intact()
+    )
+
+
+def _knows_mask(pieces: Pieces, mask: Any) -> bool:
+    """sdpa takes booleans or numbers to be added, eager the latter; and sdpa is torch's."""
+    how = pieces.attention.config._attn_implementation
+    if how not in ATTENTIONS or (how == "sdpa" and attention_function() is not pieces.function):
+        return False
+    if mask is None:
+        return True
+    plain = type(mask) is Tensor and mask.dim() == 4
+    return plain and (mask.is_floating_point() or (how == "sdpa" and mask.dtype is torch.bool))
+
+
+def _knows_positions(positions: Any, x: Tensor) -> bool:
+    if not isinstance(positions, tuple) or len(positions) != 2:
+        return False
+    cos = positions[0]
+    return type(cos) is Tensor and cos.dim() == 3 and cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[1]
 
 
 def _thin(x: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
@@ -179,13 +204,13 @@ def _attend(
     rotary_cache_(qkv, cos.contiguous(), sin.contiguous(), q_heads=heads, kv_heads=groups)
     q, k, v = torch.split(parts.transpose(1, 2), [heads, groups, groups], 1)
     if cache is not None:
-        k, v = cache.update(k, v, pieces.attention.layer_idx)
+        k, v = cache.update(k, v, pieces.attention.layer_idx, kwargs={})
     attention = pieces.attention
     causal = mask is None and attention.config._attn_implementation == "sdpa" and getattr(attention, "is_causal", True)
     if causal and tokens > 1:
         k, v = k[:, :, :tokens], v[:, :, :tokens]  # of a cache that is longer the rest is empty
     shown = None if mask is None or mask.dtype is not torch.bool or mask.shape[1] != 1 else mask[:, 0]
-    if (invariant or batch * tokens <= FEW) and (causal or shown is not None or (mask is None and tokens == 1)):
+    if (invariant or tokens == 1) and (causal or shown is not None or (mask is None and tokens == 1)):
         shown = None if shown is None else shown.expand(batch, tokens, k.shape[2])
         return cached_attention(q, k, v, shown, scale=pieces.scaling)
     found = F.scaled_dot_product_attention(
@@ -204,21 +229,26 @@ class Head(Injected):
     weight: Tensor
     bias: Tensor | None
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not _plain():
-            found: Tensor = super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """As nn.Linear."""
+        state: State | None = self.__dict__.get(STATE)
+        plain = state is not None and is_plain() and type(input) is Tensor and self.weight.layout is torch.strided
+        if state is None or not plain or input.dtype is not self.weight.dtype:
+            found: Tensor = super().forward(input)
             return found
-        state: State = self.__dict__[STATE]
-        return thin_linear(x, self.weight, self.bias) if state.invariant else linear(x, self.weight, self.bias)
+        thin = state.invariant and self.weight.is_contiguous()
+        return thin_linear(input, self.weight, self.bias) if thin else linear(input, self.weight, self.bias)
 
 
 class Normed(Injected):
     """A root mean square norm."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        state: State = self.__dict__[STATE]
-        norm = state.norm
-        if norm is None or not _plain() or norm.weight.dtype is not x.dtype:
-            found: Tensor = super().forward(x)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """As the norms of transformers."""
+        state: State | None = self.__dict__.get(STATE)
+        norm = None if state is None else state.norm
+        known = norm is not None and is_plain() and type(hidden_states) is Tensor
+        if norm is None or not known or norm.weight.dtype is not hidden_states.dtype or not norm.weight.is_contiguous():
+            found: Tensor = super().forward(hidden_states)
             return found
-        return rms_norm(x.contiguous(), norm.weight, eps=norm.eps, plus_one=norm.plus_one)
+        return rms_norm(hidden_states.contiguous(), norm.weight, eps=norm.eps, plus_one=norm.plus_one)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator
-from zoo.inject.decoder import ATTENTIONS, STATE, Decoder, Head, Injected, Normed, State, become, leave
-from zoo.inject.kinds import Norm, Pieces, Unfit, norm_of, pieces_of
+from zoo.inject.decoder import STATE, Decoder, Head, Injected, Normed, State, become, leave
+from zoo.inject.kinds import ATTENTIONS, Norm, Pieces, Unfit, norm_of, pieces_of
 from zoo.inject.proof import Proof, prove
 from zoo.tensor.layers import part_of
 
@@ -83,10 +83,11 @@ def inject(model: nn.Module, *, invariant: bool = False) -> Injection:
             refused[name] = str(error)
     _agree(ranks, layers, refused)  # before a proof, in which ranks of a split layer wait for each other
     proofs: dict[str, Proof] = {}
+    known: dict[Any, Proof | str] = {}
     for name, layer in layers.items():
         if name not in refused:
             try:
-                proofs[name] = prove(layer, described[name], invariant=invariant)
+                proofs[name] = prove(layer, described[name], known, invariant=invariant)
             except Unfit as error:
                 refused[name] = str(error)
     _agree(ranks, layers, refused)
@@ -135,14 +136,14 @@ def _agree(ranks: Communicator | None, layers: Iterable[str], refused: dict[str,
 
 
 def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Elements of lists of layers, with an attention inside: what a model of transformers is a stack of."""
-    found = []
+    """Elements of lists of layers, with an attention inside: what a model of transformers is a stack of. Each once."""
+    found: dict[int, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
             for index, layer in enumerate(module):
                 if any("attn" in child or "attention" in child for child, _ in layer.named_children()):
-                    found.append((f"{name}.{index}", layer))
-    return found
+                    found.setdefault(id(layer), (f"{name}.{index}", layer))
+    return list(found.values())
 
 
 def _others(

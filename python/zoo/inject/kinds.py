@@ -5,18 +5,18 @@ Names cannot say everything (a factor on a residual, a cap on scores); what they
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from zoo.inject.watch import Watch, watch
 from zoo.kernels import loading
 from zoo.kernels.activation import reference as activation
 from zoo.kernels.rms_norm import reference as rms_norm
-from zoo.parts.hooks import is_checking_hook
 from zoo.tensor.layers import Column, Layer, Row, part_of
 from zoo.tensor.proof import exact
 
@@ -54,6 +54,17 @@ Matrix = nn.Linear | Column | Row
 """What multiplies in a layer: whole, or this rank's part."""
 
 
+ATTENTIONS = ("sdpa", "eager")
+"""Of ``attn_implementation``: those whose masks a layer gets as they are added to scores, or as booleans."""
+
+
+def attention_function() -> Any:
+    """What transformers calls for "sdpa" now: anybody may put another one there."""
+    utils = sys.modules.get("transformers.modeling_utils")
+    known = getattr(utils, "ALL_ATTENTION_FUNCTIONS", None)
+    return None if known is None else known.get("sdpa")
+
+
 class Unfit(Exception):
     """A layer is of no kind; the message says what it has that the nearest kind has not."""
 
@@ -63,8 +74,13 @@ class Norm:
     """A root mean square norm: its module, and what :func:`zoo.kernels.rms_norm.rms_norm` needs to know."""
 
     module: nn.Module
-    eps: float
+    named: str
     plus_one: bool
+
+    @property
+    def eps(self) -> float:
+        """As it is now."""
+        return float(getattr(self.module, self.named))
 
     @property
     def weight(self) -> torch.Tensor:
@@ -78,10 +94,10 @@ class Pieces:
     """The pieces of one layer.
 
     Attributes:
-        heads, groups, dim: heads of q, heads of k and v, of this rank; numbers of a head. scaling: of scores.
-            activation: φ, one of ``zoo.kernels.activation.ops.FORMS``.
+        heads, groups, dim: heads of q, heads of k and v, of this rank; numbers of a head. activation: φ, one of
+            ``zoo.kernels.activation.ops.FORMS``.
         split: some matrices are parts of ones that zoo.tensor has split, which know how their product goes on.
-        places: (children of a module, name, child, its class) of each piece: whether it still is what it was.
+        watch: whether the layer still is what it was. function: what transformers calls for sdpa.
     """
 
     kind: Kind
@@ -95,10 +111,16 @@ class Pieces:
     heads: int
     groups: int
     dim: int
-    scaling: float
     activation: str
     split: bool
-    places: list[tuple[dict[str, Any], str, nn.Module, type[nn.Module]]] = field(default_factory=list)
+    watch: Watch
+    function: Any
+
+    @property
+    def scaling(self) -> float:
+        """Of scores, as it is now."""
+        found = getattr(self.attention, "scaling", None)
+        return float(found) if isinstance(found, (int, float)) else float(self.dim**-0.5)
 
     def is_thin(self) -> bool:
         """Its matrices are whole, on a CPU and contiguous, as a thin product reads them, and it is compiled."""
@@ -109,32 +131,6 @@ class Pieces:
             and loading.runs("thin_linear", self.down.weight)
         )
 
-    def intact(self) -> bool:
-        """No piece was replaced, wrapped or given hooks."""
-        for children, name, module, kind in self.places:
-            if (
-                children.get(name) is not module
-                or module.__class__ is not kind
-                or (module._forward_hooks and not _rest(module._forward_hooks))
-                or (module._forward_pre_hooks and not all(map(is_checking_hook, module._forward_pre_hooks.values())))
-                or "forward" in module.__dict__
-            ):
-                return False
-        return True
-
-
-def _rest(hooks: Mapping[int, Any]) -> bool:
-    """Whether all are those that transformers leaves in attentions once anybody has asked for hidden states, and nobody
-    asks for attentions now."""
-    if any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values()):
-        return False
-    collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
-    wanted = None if collector is None else collector.get()
-    return collector is not None and (wanted is None or not any("attention" in key for key in wanted))
-
-
-_CAPTURING = "transformers.utils.output_capturing"
-
 
 def pieces_of(layer: nn.Module) -> Pieces:
     """Of a layer of one of :data:`KINDS`.
@@ -142,13 +138,23 @@ def pieces_of(layer: nn.Module) -> Pieces:
     Raises:
         Unfit: it is of none.
     """
-    reasons = []
+    if "forward" in layer.__dict__:
+        raise Unfit("it has a forward of its own, on the instance")
+    reasons: list[tuple[int, int, str]] = []
     for kind in KINDS:
         try:
             return _pieces(layer, kind)
         except Unfit as error:
-            reasons.append((len(str(error)), f"{error} (kind {kind.name!r})"))
-    raise Unfit(min(reasons)[1])
+            reasons.append((_missing(layer, kind), len(reasons), f"{error} (kind {kind.name!r})"))
+    raise Unfit(min(reasons)[2])
+
+
+def _missing(layer: nn.Module, kind: Kind) -> int:
+    """How many of the names of a kind a layer has not."""
+    inner = [f"{kind.attention}.{name}" for name in (*kind.qkv, kind.out)]
+    inner += [f"{kind.mlp}.{name}" for name in (*kind.gate_up, kind.down, kind.act)]
+    known = {name for name, _ in layer.named_modules()}
+    return sum(name not in known for name in (*kind.norms, kind.attention, kind.mlp, *inner))
 
 
 def _pieces(layer: nn.Module, kind: Kind) -> Pieces:
@@ -171,20 +177,15 @@ def _pieces(layer: nn.Module, kind: Kind) -> Pieces:
     groups, left = divmod(width - heads * dim, 2 * dim)
     if left or groups < 1 or heads % groups or (len(qkv) == 3 and _features(qkv[1]) != groups * dim):
         raise Unfit(f"q, k and v have {width} features, which are no heads of {dim} beside {heads} of q")
-    scaling = getattr(attention, "scaling", None)
     first, second = (norm_of(children[name]) for name in kind.norms)
     head_norms = (norm_of(inner[kind.head_norms[0]]), norm_of(inner[kind.head_norms[1]])) if has_norms else None
-    found = Pieces(
+    return Pieces(
         kind=kind, attention=attention, norms=(first, second), qkv=qkv, head_norms=head_norms, out=out,
         gate_up=gate_up, down=down, heads=heads, groups=groups, dim=dim,
-        scaling=float(scaling) if isinstance(scaling, (int, float)) else dim**-0.5,
         activation=_activation(others[kind.act]),
-        split=any(isinstance(one, Layer) for one in (*qkv, out, *gate_up, down)),
+        split=any(isinstance(one, Layer) for one in (*qkv, out, *gate_up, down)), watch=watch(layer, (attention, mlp)),
+        function=attention_function(),
     )  # fmt: skip
-    for parent in (layer, attention, mlp):
-        known: dict[str, Any] = parent._modules
-        found.places += [(known, name, child, type(child)) for name, child in parent.named_children()]
-    return found
 
 
 def _children(module: nn.Module, names: tuple[str, ...], where: str) -> dict[str, nn.Module]:
@@ -227,25 +228,31 @@ def norm_of(module: nn.Module) -> Norm:
         Unfit: another one than the root mean square.
     """
     weight = getattr(module, "weight", None)
-    eps = next((e for n in ("variance_epsilon", "eps") if isinstance(e := getattr(module, n, None), float)), None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or eps is None:
+    named = next((n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)), None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or named is None:
         raise Unfit(f"{type(module).__name__} is no root mean square norm with a weight")
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(3, len(weight), generator=generator, dtype=torch.float64) for _ in range(2))
+    with torch.device("cpu"):
+        x, w = (torch.randn(3, len(weight), generator=generator, dtype=torch.float64) for _ in range(2))
+    # A copy: the module itself may be computing in another thread.
+    alone = copy.copy(module)
+    alone.__dict__ |= {name: dict(getattr(module, name)) for name in ("_parameters", "_forward_hooks")}
+    alone.__dict__["_parameters"]["weight"] = nn.Parameter(w[0], requires_grad=False)
+    eps = float(getattr(module, named))
     try:
         with exact(), torch.no_grad():
-            y = torch.func.functional_call(module, {"weight": w[0]}, (x,))
+            y = type(module).forward(alone, x)
     except Exception as error:
         raise Unfit(f"{type(module).__name__} fails alone ({type(error).__name__}: {error})") from error
     for plus_one in (False, True):
         mine = rms_norm.rms_norm(x, w[0], eps, plus_one)
         if isinstance(y, torch.Tensor) and y.shape == x.shape and bool(((y - mine).abs() <= 1e-9).all()):
-            return Norm(module, eps, plus_one)
+            return Norm(module, named, plus_one)
     raise Unfit(f"{type(module).__name__} computes another norm than the root mean square")
 
 
 def _activation(module: nn.Module) -> str:
-    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64, device="cpu")
     with exact(), torch.no_grad():
         y = module(x)
     for form in ("silu", "gelu_tanh", "gelu", "relu"):

@@ -33,11 +33,8 @@ class Proof:
     original: float
 
 
-_PROVED: dict[Any, Proof | str] = {}
-
-
-def prove(layer: nn.Module, pieces: Pieces, *, invariant: bool = False) -> Proof:
-    """Of a layer that is not injected; equal layers are proved once in a process.
+def prove(layer: nn.Module, pieces: Pieces, known: dict[Any, Proof | str], *, invariant: bool = False) -> Proof:
+    """Of a layer that is not injected. known: of equal layers of the same model; equal ones are proved once.
 
     Raises:
         Unfit: it has several dtypes, fails, or differs by more; with the numbers.
@@ -46,18 +43,25 @@ def prove(layer: nn.Module, pieces: Pieces, *, invariant: bool = False) -> Proof
     if len(dtypes) != 1:
         raise Unfit(f"its parameters are {', '.join(sorted(map(str, dtypes)))}, of more than one dtype")
     (dtype,) = dtypes
-    if pieces.split:  # ranks whose layers are equal elsewhere would wait for one that has proved its own
-        return _prove(layer, dtype, invariant)
-    key = (dtype, invariant, *_facts(layer))
-    if key not in _PROVED:
+    # With tensors of its own a layer is like no other. Ranks of a split one wait for each other in a proof, so that
+    # none may skip one.
+    alone = pieces.split or _has_tensors(layer)
+    key = id(layer) if alone else (dtype, invariant, *_facts(layer))
+    if key not in known:
         try:
-            _PROVED[key] = _prove(layer, dtype, invariant)
+            known[key] = _prove(layer, dtype, invariant)
         except Unfit as error:
-            _PROVED[key] = str(error)
-    found = _PROVED[key]
+            known[key] = str(error)
+    found = known[key]
     if isinstance(found, str):
         raise Unfit(found)
     return found
+
+
+def _has_tensors(layer: nn.Module) -> bool:
+    """Beside its parameters: buffers, and attributes."""
+    values = (value for module in layer.modules() for value in module.__dict__.values())
+    return next(layer.buffers(), None) is not None or any(isinstance(value, Tensor) for value in values)
 
 
 def _facts(layer: nn.Module) -> Iterator[Any]:
@@ -76,8 +80,16 @@ def _facts(layer: nn.Module) -> Iterator[Any]:
 
 
 def _prove(layer: nn.Module, dtype: torch.dtype, invariant: bool) -> Proof:
-    with torch.random.fork_rng(devices=[]):
-        original = copy.deepcopy(layer).cpu().eval().requires_grad_(False)
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        return _compare(layer, dtype, invariant)
+
+
+def _compare(layer: nn.Module, dtype: torch.dtype, invariant: bool) -> Proof:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            original = _on_cpu(layer).eval().requires_grad_(False)
+    except Exception as error:
+        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
     generator = torch.Generator().manual_seed(0)
     for parameter in original.parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
@@ -109,6 +121,13 @@ def _prove(layer: nn.Module, dtype: torch.dtype, invariant: bool) -> Proof:
             "computes something else than its kind"
         )
     return Proof(dtype, mine, theirs)
+
+
+def _on_cpu(layer: nn.Module) -> nn.Module:
+    found = copy.deepcopy(layer)
+    if any(p.is_meta for p in found.parameters()):
+        return found.to_empty(device="cpu")
+    return found.cpu()
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,19 @@ void dots(const Query<D>& of, const float* q, int64_t i, float* scores) {
   const char* keys[N];
   for (int m = 0; m < N; ++m) keys[m] = of.key(i + m);
   Vec acc[N][PARTS] = {};
-  for (int64_t d = 0; d < dim; d += DOT_LANES)
+  const auto step = [&](int64_t d, int64_t numbers) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int p = 0; p < PARTS; ++p) {
-      const int64_t at = d + p * WIDTH, left = dim - at, count = left < WIDTH ? left : WIDTH;
-      if (count <= 0) break;
+      const int64_t at = d + p * WIDTH, left = numbers - p * WIDTH, count = left < WIDTH ? left : WIDTH;
+      if (count <= 0) return;
       const Vec x = load<F32>(q, at, count);
 #pragma GCC unroll 4
       for (int m = 0; m < N; ++m) acc[m][p] = fused(load<D>(keys[m], at, count), x, acc[m][p]);
     }
+  };
+  int64_t d = 0;
+  for (; d + DOT_LANES <= dim; d += DOT_LANES) step(d, DOT_LANES);
+  if (d < dim) step(d, dim - d);
   Four four[N];
   for (int m = 0; m < N; ++m) four[m] = folded(acc[m]);
   fold_all(four, N, scores + i);
@@ -63,6 +67,19 @@ float exponentials(float* scores, int64_t count) {
   return 1.0f / sums.sum();
 }
 
+// N vectors of y from number d on, the last one of `count` numbers.
+template <Dtype D, int N>
+ZOO_HD void sum(const Query<D>& of, const float* e, float factor, int64_t d, int64_t count, void* y, int64_t at) {
+  Vec acc[N] = {};
+  for (int64_t i = 0; i < of.count; ++i) {
+    const char* const value = of.value(i);
+    const Vec weight = spread(e[i]);
+#pragma GCC unroll 4
+    for (int p = 0; p < N; ++p) acc[p] = fused(weight, load<D>(value, d + p * WIDTH, count), acc[p]);
+  }
+  for (int p = 0; p < N; ++p) store<D>(acc[p] * factor, y, at + d + p * WIDTH, count);
+}
+
 template <Dtype D>
 void attend(const Query<D>& of, const float* q, float* scores, void* y, int64_t at) {
   const int64_t dim = of.c.dim;
@@ -70,28 +87,10 @@ void attend(const Query<D>& of, const float* q, float* scores, void* y, int64_t 
   for (; i + TOGETHER <= of.count; i += TOGETHER) dots<D, TOGETHER>(of, q, i, scores);
   for (; i < of.count; ++i) dots<D, 1>(of, q, i, scores);
   const float factor = of.count == 0 ? 0.0f : exponentials(scores, of.count);
-  for (int64_t d = 0; d < dim; d += WIDE) {
-    const int64_t left = dim - d;
-    Vec acc[TOGETHER] = {};
-    if (left >= WIDE) {
-      for (int64_t k = 0; k < of.count; ++k) {
-        const char* const value = of.value(k);
-        const Vec e = spread(scores[k]);
-#pragma GCC unroll 4
-        for (int p = 0; p < TOGETHER; ++p) acc[p] = fused(e, load<D>(value, d + p * WIDTH), acc[p]);
-      }
-    } else {
-      for (int64_t k = 0; k < of.count; ++k)
-        for (int64_t p = 0; p * WIDTH < left; ++p) {
-          const int64_t rest = left - p * WIDTH;
-          acc[p] = fused(spread(scores[k]), load<D>(of.value(k), d + p * WIDTH, rest < WIDTH ? rest : WIDTH), acc[p]);
-        }
-    }
-    for (int64_t p = 0; p < TOGETHER && p * WIDTH < left; ++p) {
-      const int64_t rest = left - p * WIDTH;
-      store<D>(acc[p] * factor, y, at + d + p * WIDTH, rest < WIDTH ? rest : WIDTH);
-    }
-  }
+  int64_t d = 0;
+  for (; d + WIDE <= dim; d += WIDE) sum<D, TOGETHER>(of, scores, factor, d, WIDTH, y, at);
+  for (; d + WIDTH <= dim; d += WIDTH) sum<D, 1>(of, scores, factor, d, WIDTH, y, at);
+  if (d < dim) sum<D, 1>(of, scores, factor, d, dim - d, y, at);
 }
 
 // The heads of group g for token t of row b.

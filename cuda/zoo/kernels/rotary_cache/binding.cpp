@@ -24,8 +24,9 @@ void run(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, co
   check_memory(qkv, "qkv", device);
   c.batch = qkv.size(0);
   c.tokens = qkv.size(1);
-  const int64_t heads = q_heads + 2 * kv_heads;
-  TORCH_CHECK_VALUE(q_heads >= 1 && kv_heads >= 1 && qkv.size(2) % heads == 0, "qkv has shape ", qkv.sizes(),
+  const bool few = q_heads >= 1 && kv_heads >= 1 && q_heads <= qkv.size(2) && kv_heads <= qkv.size(2);
+  const int64_t heads = few ? q_heads + 2 * kv_heads : 1;
+  TORCH_CHECK_VALUE((few || qkv.size(2) == 0) && qkv.size(2) % heads == 0, "qkv has shape ", qkv.sizes(),
                     "; its last dim must be whole heads of ", q_heads, " q, ", kv_heads, " k and ", kv_heads, " v.");
   c.q_heads = q_heads;
   c.kv_heads = kv_heads;
@@ -48,6 +49,7 @@ void run(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, co
     check_argument(*values, "values", keys->sizes(), qkv.scalar_type(), device);
     c.place_step = step_of(*places, "places", c.batch, c.tokens);
     check_argument(*places, "places", {places->size(0), c.tokens}, at::kLong, device);
+    c.cached = true;
     c.places = places->const_data_ptr<int64_t>();
     c.keys = writable(*keys);
     c.values = writable(*values);

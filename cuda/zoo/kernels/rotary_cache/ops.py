@@ -49,7 +49,7 @@ def _check(
 ) -> None:  # fmt: skip
     check_input("qkv", qkv)
     heads = q_heads + 2 * kv_heads
-    if qkv.dim() != 3 or q_heads < 1 or kv_heads < 1 or qkv.shape[2] % heads:
+    if qkv.dim() != 3 or min(q_heads, kv_heads) < 1 or qkv.shape[2] % heads:
         raise ValueError(
             f"qkv has shape {tuple(qkv.shape)}; it must have 3 dims, the last one whole heads of {q_heads} q, "
             f"{kv_heads} k and {kv_heads} v."

@@ -43,10 +43,10 @@ void token(const RotaryCache& c, int64_t b, int64_t t, float* tables) {
   const float* const cos = fp32_block(c.cos, c.table_dtype, table, c.rotary, tables);
   const float* const sin = fp32_block(c.sin, c.table_dtype, table, c.rotary, tables + c.rotary);
   for (int64_t h = 0; h < c.q_heads; ++h) rotate<D>(c, cos, sin, c.qkv, first + h * c.dim, c.qkv, first + h * c.dim);
-  const int64_t place = c.keys == nullptr ? 0 : c.places[b * c.place_step + t];
+  const int64_t place = !c.cached ? 0 : c.places[b * c.place_step + t];
   for (int64_t g = 0; g < c.kv_heads; ++g) {
     const int64_t k = first + (c.q_heads + g) * c.dim, v = k + c.kv_heads * c.dim;
-    if (c.keys == nullptr) {
+    if (!c.cached) {
       rotate<D>(c, cos, sin, c.qkv, k, c.qkv, k);
       continue;
     }

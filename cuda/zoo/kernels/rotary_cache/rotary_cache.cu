@@ -11,7 +11,7 @@ constexpr int PAIRS = 128;  // threads
 __global__ void __launch_bounds__(PAIRS) rotary_cache_kernel(RotaryCache c) {
   const int64_t token = blockIdx.x, b = token / c.tokens, t = token % c.tokens;
   const int64_t table = (b * c.table_step + t) * c.rotary, first = token * c.width();
-  const int64_t place = c.keys == nullptr ? 0 : c.places[b * c.place_step + t];
+  const int64_t place = !c.cached ? 0 : c.places[b * c.place_step + t];
   const bool fits = place >= 0 && place < c.room;
   const int64_t half = c.rotary / 2, pairs = half + (c.dim - c.rotary), heads = c.q_heads + 2 * c.kv_heads;
   for (int64_t at = threadIdx.x; at < heads * pairs; at += PAIRS) {
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(PAIRS) rotary_cache_kernel(RotaryCache c) {
     const bool is_q = head < c.q_heads, is_v = head >= c.q_heads + c.kv_heads;
     void* to = c.qkv;
     int64_t begin = from;
-    if (!is_q && c.keys != nullptr) {
+    if (!is_q && c.cached) {
       if (!fits) continue;
       to = is_v ? c.values : c.keys;
       begin = ((b * c.kv_heads + (head - c.q_heads) % c.kv_heads) * c.room + place) * c.dim;

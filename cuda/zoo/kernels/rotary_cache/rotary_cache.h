@@ -25,12 +25,12 @@ namespace zoo {
 struct RotaryCache {
   void* qkv;
   const void *cos, *sin;
-  void *keys, *values;    // null without a cache
-  const int64_t* places;  // null without a cache
+  void *keys, *values;
+  const int64_t* places;
   int64_t batch, tokens, q_heads, kv_heads, dim, rotary, room;
   int64_t table_step, place_step;  // from a row to the next one: 0 where one serves all
   Dtype dtype, table_dtype;
-  bool interleaved;
+  bool interleaved, cached;
 
   ZOO_HD int64_t width() const { return (q_heads + 2 * kv_heads) * dim; }
 };

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from zoo.kernels import loading
@@ -15,6 +16,7 @@ from zoo.kernels.operators import Operator
 from zoo.kernels.thin_linear import reference
 
 Tensor = torch.Tensor
+_PLAIN = (Tensor, torch.nn.Parameter)
 FEW = 16
 """Tokens up to which :func:`linear` takes :func:`thin_linear`."""
 
@@ -42,6 +44,9 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ())
 def _is_thin(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         not torch.is_grad_enabled()
+        and type(x) is Tensor
+        and type(weight) in _PLAIN
+        and weight.layout is torch.strided
         and weight.device.type == "cpu"
         and weight.dtype in NATIVE
         and weight.dim() == 2
@@ -52,6 +57,9 @@ def _is_thin(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or (bias.dtype is weight.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()))
         and weight.is_contiguous()
         and not torch.is_autocast_enabled("cpu")
+        and forward_ad._current_level < 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
         and not torch.compiler.is_compiling()
         and loading.runs("thin_linear", weight)
     )
