@@ -127,6 +127,18 @@ def test_mistakes_are_value_errors(mode: str, use_mode: UseMode) -> None:
         rotary_cache_(qkv, cos, cos, keys=keys, values=keys.clone(), places=places.int(), **how)
 
 
+@pytest.mark.parametrize("mode", ["native", "reference"])
+def test_a_cache_without_slots_is_a_cache(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
+    qkv, none, c = torch.ones(1, 1, 24), torch.ones(1, 1, 0, 8), torch.full((1, 1, 8), 0.5)
+    places = torch.tensor([[0]])
+    rotary_cache_(qkv, c, c, q_heads=1, kv_heads=1, keys=none, values=none.clone(), places=places)
+    assert bool((qkv[0, 0, 8:] == 1).all())
+    for heads in ((3, 2**63 - 1), (2**62, 3 * 2**61)):
+        with pytest.raises(ValueError, match="whole heads of"):
+            rotary_cache_(torch.ones(1, 1, 8), c, c, q_heads=heads[0], kv_heads=heads[1])
+
+
 def test_opcheck() -> None:
     qkv, cos = torch.randn(2, 3, 32), torch.randn(1, 3, 8)
     keys, places = torch.randn(2, 1, 5, 8), torch.arange(3)[None]

@@ -173,6 +173,15 @@ def test_gradients_are_those_of_the_product() -> None:
             torch.testing.assert_close(mine, theirs, rtol=3 * torch.finfo(dtype).eps, atol=1e-2 * (dtype.itemsize == 2))
 
 
+def test_tangents_are_not_lost() -> None:
+    x, w = torch.randn(3, 8), torch.randn(5, 8)
+    with torch.no_grad():
+        found = torch.func.jvp(lambda x: linear(x, w), (x,), (x,))
+    torch.testing.assert_close(found[0], found[1])
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.func.jvp(lambda x: thin_linear(x, w.requires_grad_()), (x,), (x,))
+
+
 @pytest.mark.parametrize("mode", ["native", "reference"])
 def test_mistakes_are_value_errors(mode: str, use_mode: UseMode) -> None:
     use_mode(mode)

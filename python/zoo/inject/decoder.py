@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +94,11 @@ class Injected(nn.Module):
         return {key: value for key, value in state.items() if key != STATE}
 
 
+def _own(module: nn.Module, kind: type[Injected]) -> Any:
+    """The forward that a module has beside the injected one, also where that was bound before the module was left."""
+    return super(kind, module).forward if isinstance(module, kind) else partial(type(module).forward, module)
+
+
 def _new(kind: type[nn.Module]) -> nn.Module:
     return object.__new__(kind)
 
@@ -109,7 +115,7 @@ class Decoder(Injected):
         if cache is None and kwargs:
             cache = kwargs.pop("past_key_values", None)
         if state is None or not _knows(self, state, hidden_states, attention_mask, position_embeddings, kwargs):
-            return super().forward(
+            return _own(self, Decoder)(
                 hidden_states, attention_mask=attention_mask, position_ids=position_ids, cache=cache,
                 use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
             )  # fmt: skip
@@ -234,7 +240,7 @@ class Head(Injected):
         state: State | None = self.__dict__.get(STATE)
         plain = state is not None and is_plain() and type(input) is Tensor and self.weight.layout is torch.strided
         if state is None or not plain or input.dtype is not self.weight.dtype:
-            found: Tensor = super().forward(input)
+            found: Tensor = _own(self, Head)(input)
             return found
         thin = state.invariant and self.weight.is_contiguous()
         return thin_linear(input, self.weight, self.bias) if thin else linear(input, self.weight, self.bias)
@@ -249,6 +255,6 @@ class Normed(Injected):
         norm = None if state is None else state.norm
         known = norm is not None and is_plain() and type(hidden_states) is Tensor
         if norm is None or not known or norm.weight.dtype is not hidden_states.dtype or not norm.weight.is_contiguous():
-            found: Tensor = super().forward(hidden_states)
+            found: Tensor = _own(self, Normed)(hidden_states)
             return found
         return rms_norm(hidden_states.contiguous(), norm.weight, eps=norm.eps, plus_one=norm.plus_one)
