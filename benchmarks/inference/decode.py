@@ -75,12 +75,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.inference.decode", description=about)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a tiny model, one turn")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--only", nargs="+", default=[], help="contenders, beside eager")
     parser.add_argument("--write-results", action="store_true")
     args = parser.parse_args()
     weights = has_weights() and not args.quick
     parts = []
-    for dtype in DTYPES:
+    for dtype in args.dtypes:
         turns: list[dict[str, Any]] = []
         for _ in range(1 if args.quick else args.turns):
             turns.append({})
