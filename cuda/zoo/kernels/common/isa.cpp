@@ -13,8 +13,7 @@ Isa best() {
 #if defined(ZOO_X86)
   __builtin_cpu_init();
   // The compiler may use any instruction of the flags that a file is compiled with: all of them must be there.
-  const bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   return avx512 ? AVX512 : avx2 ? AVX2 : PORTABLE;
