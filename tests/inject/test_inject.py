@@ -319,6 +319,22 @@ def test_a_compiled_model_computes_the_same() -> None:
     assert torch.allclose(logits(compiled), expected, atol=1e-5)
 
 
+def test_without_kernels_a_token_is_attended_to_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference of ``cached_attention`` walks over the keys one by one."""
+    from zoo.kernels import loading
+    from zoo.kernels.cached_attention import reference
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("the reference ran")
+
+    model = model_of("Llama")
+    before = generated(model)
+    inject(model)
+    monkeypatch.setattr(reference, "_of_query", refused)
+    with loading.use_mode("reference"):
+        assert torch.equal(generated(model), before)
+
+
 def test_inject_twice_is_refused_and_detach_twice_is_nothing() -> None:
     model = model_of("Llama")
     detach(model)

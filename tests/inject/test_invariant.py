@@ -105,6 +105,16 @@ def test_without_it_bits_depend_on_how_much_came_at_once() -> None:
     assert torch.equal(scored(model, ids)[:3], scored(model, ids[:3]))
 
 
+def test_weights_that_lie_otherwise_give_the_same_bits() -> None:
+    model, ids = model_of("Qwen2"), prompts()["input_ids"][0]
+    inject(model, invariant=True)
+    calls, expected = counted(model), scored(model, ids)
+    for matrix in (model.lm_head, model.model.layers[0].mlp.down_proj, model.model.layers[1].self_attn.q_proj):
+        matrix.weight = torch.nn.Parameter(matrix.weight.detach().t().contiguous().t())
+    assert torch.equal(scored(model, ids), expected)
+    assert ran_injected(model, calls, lambda: scored(model, ids))
+
+
 def test_what_cannot_be_invariant_is_refused() -> None:
     model = model_of("SmolLM3", no_rope_layers=[1, 0])
     with pytest.raises(ValueError, match=r"not every layer of SmolLM3ForCausalLM can be injected.*needs all of them"):

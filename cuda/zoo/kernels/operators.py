@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from zoo.kernels import loading
+from zoo.kernels.modes import has_tangents
 
 _lock = threading.Lock()
 _waiting: list[Operator] | None = []  # until the library is loaded; None from then on
@@ -53,7 +53,7 @@ class Operator:
         The binding refuses wrong arguments itself; ``check`` raises the same ValueErrors.
         """
         # Tangents of forward-mode differentiation would be lost in a kernel.
-        if forward_ad._current_level < 0 and loading.runs(self.name, args[of]):
+        if not has_tangents() and loading.runs(self.name, args[of]):
             kernel = self._kernel or self._find()
             try:
                 if self._gradient is None or torch.is_grad_enabled():

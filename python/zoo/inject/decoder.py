@@ -18,11 +18,12 @@ from torch.nn import functional as F
 
 from zoo.inject.kinds import ATTENTIONS, Matrix, Norm, Pieces, Unfit, attention_function, norm_of, pieces_of
 from zoo.inject.watch import is_plain
+from zoo.kernels import loading
 from zoo.kernels.activation import activate_
 from zoo.kernels.cached_attention import cached_attention
 from zoo.kernels.rms_norm import add_rms_norm, rms_norm
 from zoo.kernels.rotary_cache import rotary_cache_
-from zoo.kernels.thin_linear import FEW, linear, linears, thin_linear, thin_linears
+from zoo.kernels.thin_linear import FEW, linear, thin_linear, thin_linears
 
 STATE = "_zoo_injected"
 IGNORED = ("output_hidden_states",)
@@ -121,12 +122,8 @@ class Decoder(Injected):
             )  # fmt: skip
         pieces: Any = state.pieces
         x = hidden_states.contiguous()
-        if pieces.split:
-            product = _of_parts
-        elif state.invariant:
-            product = _thin
-        else:
-            product = _thin if x.numel() <= FEW * x.shape[-1] and pieces.is_thin() else _whole
+        few = x.numel() <= FEW * x.shape[-1] and pieces.is_thin()
+        product = _thin if state.invariant or few else _by_modules
         first, second = pieces.norms
         h = rms_norm(x, first.weight, eps=first.eps, plus_one=first.plus_one)
         qkv = product(h, pieces.qkv)
@@ -179,19 +176,13 @@ def _knows_positions(positions: Any, x: Tensor) -> bool:
 
 
 def _thin(x: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
-    return thin_linears(x, [one.weight for one in matrices], _biases(matrices))
+    biases: list[Tensor | None] = [one.bias for one in matrices]
+    weights = [one.weight.contiguous() for one in matrices]
+    return thin_linears(x, weights, [bias for bias in biases if bias is not None])
 
 
-def _whole(x: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
-    return linears(x, [one.weight for one in matrices], _biases(matrices))
-
-
-def _biases(matrices: tuple[Matrix, ...]) -> list[Tensor]:
-    found: list[Tensor | None] = [one.bias for one in matrices]
-    return [bias for bias in found if bias is not None]
-
-
-def _of_parts(x: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
+def _by_modules(x: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
+    """As many tokens are multiplied by torch, and parts of matrices by those who have split them."""
     found = [one(x) for one in matrices]
     return torch.cat(found, -1) if len(found) > 1 else found[0]
 
@@ -216,7 +207,8 @@ def _attend(
     if causal and tokens > 1:
         k, v = k[:, :, :tokens], v[:, :, :tokens]  # of a cache that is longer the rest is empty
     shown = None if mask is None or mask.dtype is not torch.bool or mask.shape[1] != 1 else mask[:, 0]
-    if (invariant or tokens == 1) and (causal or shown is not None or (mask is None and tokens == 1)):
+    alone = tokens == 1 and loading.runs("cached_attention", q)  # the reference is for its bits, and slow
+    if (invariant or alone) and (causal or shown is not None or (mask is None and tokens == 1)):
         shown = None if shown is None else shown.expand(batch, tokens, k.shape[2])
         return cached_attention(q, k, v, shown, scale=pieces.scaling)
     found = F.scaled_dot_product_attention(
@@ -242,8 +234,10 @@ class Head(Injected):
         if state is None or not plain or input.dtype is not self.weight.dtype:
             found: Tensor = _own(self, Head)(input)
             return found
-        thin = state.invariant and self.weight.is_contiguous()
-        return thin_linear(input, self.weight, self.bias) if thin else linear(input, self.weight, self.bias)
+        if not state.invariant:
+            return linear(input, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.contiguous()
+        return thin_linear(input, self.weight.contiguous(), bias)
 
 
 class Normed(Injected):

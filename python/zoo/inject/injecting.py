@@ -56,7 +56,8 @@ def inject(model: nn.Module, *, invariant: bool = False) -> Injection:
             zoo.tensor has split it, all ranks of the axis call this, and inject the same layers.
         invariant: what a token gets depends, bit for bit, on the tokens that it sees and on their positions alone: not
             on the batch, on padding, on how much of the prompt came at once, nor on whether it is generated or scored.
-            Prompts take longer: their products and their attention are those of single tokens.
+            Prompts take longer: their products and their attention are those of single tokens. A layer that runs its
+            own forward, as with hooks inside of it, has the bits of that.
 
     Returns:
         What is injected, and what is not and why, which is logged too.

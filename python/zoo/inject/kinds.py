@@ -71,7 +71,11 @@ class Unfit(Exception):
 
 @dataclass(eq=False)
 class Norm:
-    """A root mean square norm: its module, and what :func:`zoo.kernels.rms_norm.rms_norm` needs to know."""
+    """A root mean square norm: its module, and what :func:`zoo.kernels.rms_norm.rms_norm` needs to know.
+
+    Attributes:
+        named: the attribute of the module that is ε. plus_one: it multiplies by 1 + w.
+    """
 
     module: nn.Module
     named: str
@@ -100,7 +104,6 @@ class Pieces:
         watch: whether the layer still is what it was. function: what transformers calls for sdpa.
     """
 
-    kind: Kind
     attention: Any
     norms: tuple[Norm, Norm]
     qkv: tuple[Matrix, ...]
@@ -180,7 +183,7 @@ def _pieces(layer: nn.Module, kind: Kind) -> Pieces:
     first, second = (norm_of(children[name]) for name in kind.norms)
     head_norms = (norm_of(inner[kind.head_norms[0]]), norm_of(inner[kind.head_norms[1]])) if has_norms else None
     return Pieces(
-        kind=kind, attention=attention, norms=(first, second), qkv=qkv, head_norms=head_norms, out=out,
+        attention=attention, norms=(first, second), qkv=qkv, head_norms=head_norms, out=out,
         gate_up=gate_up, down=down, heads=heads, groups=groups, dim=dim,
         activation=_activation(others[kind.act]),
         split=any(isinstance(one, Layer) for one in (*qkv, out, *gate_up, down)), watch=watch(layer, (attention, mlp)),
@@ -236,8 +239,7 @@ def norm_of(module: nn.Module) -> Norm:
         x, w = (torch.randn(3, len(weight), generator=generator, dtype=torch.float64) for _ in range(2))
     # A copy: the module itself may be computing in another thread.
     alone = copy.copy(module)
-    alone.__dict__ |= {name: dict(getattr(module, name)) for name in ("_parameters", "_forward_hooks")}
-    alone.__dict__["_parameters"]["weight"] = nn.Parameter(w[0], requires_grad=False)
+    alone.__dict__["_parameters"] = module._parameters | {"weight": nn.Parameter(w[0], requires_grad=False)}
     eps = float(getattr(module, named))
     try:
         with exact(), torch.no_grad():

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from zoo.kernels.modes import computes_alone
 from zoo.parts.hooks import is_checking_hook
 
 Children = dict[str, Any]
@@ -97,18 +97,12 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 
 def is_plain() -> bool:
-    """Whether tensors are computed and nothing else: no gradient of any kind, no cast, no trace, no hook on all."""
-    return not (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch.is_autocast_enabled("cpu")
-        or torch.is_autocast_enabled("cuda")
-        or modules._global_forward_hooks
-        or modules._global_forward_pre_hooks
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or (torch._C._len_torch_function_stack() and not _are_devices())
+    """Whether values are computed and nothing else, with no hook on all modules and no mode for all functions."""
+    return (
+        computes_alone()
+        and not modules._global_forward_hooks
+        and not modules._global_forward_pre_hooks
+        and (torch._C._len_torch_function_stack() == 0 or _are_devices())
     )
 
 

@@ -49,5 +49,13 @@ ZOO_HD void fold_all(const Four* from, int count, float* to) {
   for (; i < count; ++i) to[i] = folded(from[i]);
 }
 
+// fn(std::integral_constant<int, tokens>) for 1 to MOST tokens.
+template <int MOST, class Fn>
+static inline void with_tokens(int tokens, const Fn& fn) {
+  if constexpr (MOST > 1)
+    if (tokens < MOST) return with_tokens<MOST - 1>(tokens, fn);
+  fn(std::integral_constant<int, MOST>());
+}
+
 }  // namespace ZOO_ISA
 }  // namespace zoo

@@ -71,5 +71,14 @@ ZOO_HD uint16_t float_to_f16(float value) {
   return uint16_t((a >= 0x47800000u ? large : finite) | sign);
 }
 
+// 1/√(x + ε), each operation rounded by itself.
+ZOO_HD float rstd_of(float x, float eps) {
+#if defined(__CUDA_ARCH__)
+  return __fdiv_rn(1.0f, __fsqrt_rn(x + eps));
+#else
+  return 1.0f / __builtin_sqrtf(x + eps);
+#endif
+}
+
 }  // namespace ZOO_ISA
 }  // namespace zoo

@@ -82,13 +82,5 @@ ZOO_HD T layer_norm_grad(T g, T normalised, T alpha, T beta, T rstd) {
   return ((g - alpha) - normalised * beta) * rstd;
 }
 
-ZOO_HD float rstd_of(float variance, float eps) {
-#if defined(__CUDA_ARCH__)
-  return __fdiv_rn(1.0f, __fsqrt_rn(variance + eps));
-#else
-  return 1.0f / __builtin_sqrtf(variance + eps);
-#endif
-}
-
 }  // namespace ZOO_ISA
 }  // namespace zoo

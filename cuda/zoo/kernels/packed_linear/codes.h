@@ -4,7 +4,7 @@
 // AVX-512, it becomes 32 pairs of bf16; see packed_linear.h.
 #pragma once
 
-#include "../common/vectors.h"
+#include "../common/dots.h"
 #include "packed_linear.h"
 
 #if defined(__AVX512BW__) && defined(ZOO_X86)
@@ -29,10 +29,8 @@ ZOO_HD Vec all_of(float x) {
 
 // a·b + c: rounded once with AVX2 and AVX-512, else twice.
 ZOO_HD Vec multiply_add(Vec a, Vec b, Vec c) {
-#if defined(__AVX512BW__)
-  return Vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
-#elif defined(__AVX2__)
-  return Vec(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#if defined(__AVX2__)
+  return fused(a, b, c);
 #else
   return a * b + c;
 #endif

@@ -29,7 +29,9 @@ struct Block {
 class Rest {
  public:
   explicit Rest(const PackedWeight& w)
-      : row_(w.rows / ROWS * ROWS), rows_(w.rows - row_), lines_(rows_ > 0 ? w.columns / 2 * w.line_bytes() : 0),
+      : row_(w.rows / ROWS * ROWS),
+        rows_(w.rows - row_),
+        lines_(rows_ > 0 ? w.columns / 2 * w.line_bytes() : 0),
         of_groups_(rows_ > 0 ? 2 * w.groups() * ROWS : 0) {
     if (rows_ == 0) return;
     uint8_t* const lines = lines_.data();
@@ -79,14 +81,6 @@ int64_t end_of_chunk(const PackedWeight& w, int64_t k) {
   return lesser(k + A::PIECE, (k / w.group + 1) * w.group);
 }
 
-// fn(std::integral_constant<int, tokens>) for 1 to MOST tokens.
-template <int MOST, class Fn>
-void with_tokens(int tokens, const Fn& fn) {
-  if constexpr (MOST > 1)
-    if (tokens < MOST) return with_tokens<MOST - 1>(tokens, fn);
-  fn(std::integral_constant<int, MOST>());
-}
-
 // The tokens [first, first + count) of x, in tiles of about equal size, for few tokens one; the numbers lie
 // [chunk][tile][k / STEP][token of the tile]. With minima the sums of x over each piece besides, [tile][piece][token].
 template <class A>
@@ -95,8 +89,12 @@ class Tokens {
   typedef typename A::Number Number;
 
   Tokens(const PackedLinear& c, int64_t first, int64_t count)
-      : c_(c), first_(first), count_(count), tiles_(count <= A::FEW ? 1 : ceil_div(count, A::TILE)),
-        pieces_(c.w.groups() * ceil_div(c.w.group, A::PIECE)), numbers_(count * c.w.columns / A::STEP),
+      : c_(c),
+        first_(first),
+        count_(count),
+        tiles_(count <= A::FEW ? 1 : ceil_div(count, A::TILE)),
+        pieces_(c.w.groups() * ceil_div(c.w.group, A::PIECE)),
+        numbers_(count * c.w.columns / A::STEP),
         sums_(c.w.minima == nullptr ? 0 : count * pieces_) {
     split_evenly(tiles_, 1, count * c.w.columns, [&](int64_t begin, int64_t end) {
       for (int64_t tile = begin; tile < end; ++tile)
@@ -236,8 +234,7 @@ void write(const PackedLinear& c, const float* sums, int64_t stride, const Block
   float bias[ROWS];
   if (c.bias != nullptr && c.bias_dtype == F32)
     memcpy(bias, static_cast<const float*>(c.bias) + block.row, size_t(block.rows) * 4);
-  else if (c.bias != nullptr)
-    widen(static_cast<const uint16_t*>(c.bias) + block.row, bias, c.bias_dtype, block.rows);
+  else if (c.bias != nullptr) widen(static_cast<const uint16_t*>(c.bias) + block.row, bias, c.bias_dtype, block.rows);
   with_dtype(c.dtype, [&](auto of) {
     constexpr Dtype D = decltype(of)::value;
     for (int64_t m = 0; m < count; ++m)

@@ -22,7 +22,7 @@ void rows(const RmsNorm& c, const float* w, int64_t begin, int64_t end) {
       if constexpr (SUM) s = store<D>(s + load<D>(c.residual, first + i, count), c.sum, first + i, count);
       squares.at[k] += s * s;
     });
-    const Vec root = spread(root_of_mean(squares.sum() * c.inverse_dim, c.eps));
+    const Vec root = spread(rstd_of(squares.sum() * c.inverse_dim, c.eps));
     each_vector(n, [&](int64_t i, int64_t count) {
       ask_for<D>(c.x, first + n + i);
       store<D>((load<D>(total, first + i, count) * root) * load<F32>(w, i, count), c.y, first + i, count);

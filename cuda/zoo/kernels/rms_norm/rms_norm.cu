@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm_kernel(RmsNorm c, bool wide)
     if (!only) __syncthreads();
   });
   of_squares.fold(sums);
-  const float root = root_of_mean(sums[0] * c.inverse_dim, c.eps);
+  const float root = rstd_of(sums[0] * c.inverse_dim, c.eps);
   each_piece(c.dim, length, [&](int64_t at, int64_t n, bool only) {
     if (!only) bring(c, first + at, n, wide, true, tile);  // what a thread brings it reads itself
     each_pack(n, wide, [&](auto width, int64_t i) {

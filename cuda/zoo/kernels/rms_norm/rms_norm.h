@@ -33,15 +33,4 @@ struct RmsNorm {
 
 ZOO_KERNEL(rms_norm, const RmsNorm& c)
 
-inline namespace ZOO_ISA {
-
-ZOO_HD float root_of_mean(float mean, float eps) {
-#if defined(__CUDA_ARCH__)
-  return __fdiv_rn(1.0f, __fsqrt_rn(mean + eps));
-#else
-  return 1.0f / __builtin_sqrtf(mean + eps);
-#endif
-}
-
-}  // namespace ZOO_ISA
 }  // namespace zoo

@@ -2,6 +2,6 @@
 ``thin_linear.h``.
 """
 
-from zoo.kernels.thin_linear.ops import FEW, linear, linears, thin_linear, thin_linears
+from zoo.kernels.thin_linear.ops import FEW, linear, thin_linear, thin_linears
 
-__all__ = ["FEW", "linear", "linears", "thin_linear", "thin_linears"]
+__all__ = ["FEW", "linear", "thin_linear", "thin_linears"]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from zoo.kernels import loading
 from zoo.kernels.checks import NATIVE, check_floating, check_like
+from zoo.kernels.modes import computes_alone
 from zoo.kernels.operators import Operator
 from zoo.kernels.thin_linear import reference
 
@@ -25,25 +25,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``, by :func:`thin_linear` where that is the faster one and nobody needs more.
 
     That is: at most :data:`FEW` tokens on a CPU, contiguous weights of a dtype that there is a kernel for, no gradient,
-    no autocast, no compiler. So a token has the same bits in every batch of up to :data:`FEW`, not beyond.
+    no autocast, trace or compiler. So a token has the same bits in every batch of up to :data:`FEW`, not beyond.
 
     Shapes, dtypes, errors: those of ``torch.nn.functional.linear``.
     """
     return thin_linear(x, weight, bias) if _is_thin(x, weight, bias) else F.linear(x, weight, bias)
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
-    """:func:`linear` of several W on one x, side by side: (..., ΣN). biases: one for each weight, or none."""
-    pairs = [(weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
-    if all(_is_thin(x, weight, bias) for weight, bias in pairs):
-        return thin_linears(x, weights, biases)
-    found = [F.linear(x, weight, bias) for weight, bias in pairs]
-    return found[0] if len(found) == 1 else torch.cat(found, -1)
-
-
 def _is_thin(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
-        not torch.is_grad_enabled()
+        computes_alone()
         and type(x) is Tensor
         and type(weight) in _PLAIN
         and weight.layout is torch.strided
@@ -56,11 +47,6 @@ def _is_thin(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.dtype is weight.dtype
         and (bias is None or (bias.dtype is weight.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()))
         and weight.is_contiguous()
-        and not torch.is_autocast_enabled("cpu")
-        and forward_ad._current_level < 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and not torch.compiler.is_compiling()
         and loading.runs("thin_linear", weight)
     )
 
@@ -94,7 +80,7 @@ def thin_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] 
         biases: one for each weight, or none.
     """
     weights, biases = list(weights), list(biases)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
+    if weights and torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
         _check(x, weights, biases)
         parts = [_differentiable(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]

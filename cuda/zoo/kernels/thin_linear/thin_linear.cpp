@@ -67,14 +67,6 @@ void tiles(const float* x, const char* w, int64_t columns, int64_t rows, float* 
   for (; r < rows; ++r) tile<D, T, 1, ASK>(x, w + r * columns * SIZE, columns, sums + r);
 }
 
-// fn(std::integral_constant<int, tokens>) for 1 to MOST tokens.
-template <int MOST, class Fn>
-void with_tokens(int tokens, const Fn& fn) {
-  if constexpr (MOST > 1)
-    if (tokens < MOST) return with_tokens<MOST - 1>(tokens, fn);
-  fn(std::integral_constant<int, MOST>());
-}
-
 // y of some tokens from `token` on and the rows [row, row + rows).
 template <Dtype D>
 void write(const ThinLinear& c, const float* sums, const float* bias, int64_t token, int tokens, int64_t row,

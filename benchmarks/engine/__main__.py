@@ -1,0 +1,5 @@
+"""``python -m benchmarks.engine``: see ``overhead.py``."""
+
+from benchmarks.engine.overhead import main
+
+main()

@@ -1,0 +1,5 @@
+"""``python -m benchmarks.tensor``: see ``step.py``."""
+
+from benchmarks.tensor.step import main
+
+main()
