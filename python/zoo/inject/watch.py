@@ -14,7 +14,7 @@ from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from zoo.kernels.modes import computes_alone
+from zoo.kernels.operators import computes_alone
 from zoo.parts.hooks import is_checking_hook
 
 Children = dict[str, Any]

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from zoo.kernels import loading
 from zoo.kernels.checks import NATIVE, check_floating, check_like
-from zoo.kernels.modes import computes_alone
-from zoo.kernels.operators import Operator
+from zoo.kernels.operators import Operator, computes_alone
 from zoo.kernels.thin_linear import reference
 
 Tensor = torch.Tensor
