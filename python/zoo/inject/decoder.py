@@ -16,14 +16,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from zoo.inject.codes import by_codes
 from zoo.inject.kinds import ATTENTIONS, Matrix, Norm, Pieces, Unfit, attention_function, norm_of, pieces_of
 from zoo.inject.watch import is_plain
 from zoo.kernels import loading
 from zoo.kernels.activation import activate_
 from zoo.kernels.cached_attention import cached_attention
+from zoo.kernels.decoder_layer import after_cache, before_cache
 from zoo.kernels.rms_norm import add_rms_norm, rms_norm
 from zoo.kernels.rotary_cache import rotary_cache_
 from zoo.kernels.thin_linear import FEW, linear, thin_linear, thin_linears
+from zoo.nn import PackedLinear
 
 STATE = "_zoo_injected"
 IGNORED = ("output_hidden_states",)
@@ -80,6 +83,8 @@ class Injected(nn.Module):
         try:
             pieces = None if state.pieces is None else pieces_of(found)
             norm = None if state.norm is None else norm_of(found)
+            if pieces is not None:
+                pieces.join()
         except Unfit:  # it has got adapters since
             return found
         become(found, kind, replace(state, pieces=pieces, norm=norm, runs=0))
@@ -115,30 +120,75 @@ class Decoder(Injected):
         state: State | None = self.__dict__.get(STATE)
         if cache is None and kwargs:
             cache = kwargs.pop("past_key_values", None)
-        if state is None or not _knows(self, state, hidden_states, attention_mask, position_embeddings, kwargs):
+        how = None if state is None or state.pieces is None else state.pieces.how()
+        if state is None or not _knows(self, state, hidden_states, attention_mask, position_embeddings, kwargs, how):
             return _own(self, Decoder)(
                 hidden_states, attention_mask=attention_mask, position_ids=position_ids, cache=cache,
                 use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
             )  # fmt: skip
         pieces: Any = state.pieces
         x = hidden_states.contiguous()
-        few = x.numel() <= FEW * x.shape[-1] and pieces.is_thin()
-        product = _thin if state.invariant or few else _by_modules
-        first, second = pieces.norms
-        h = rms_norm(x, first.weight, eps=first.eps, plus_one=first.plus_one)
-        qkv = product(h, pieces.qkv)
-        heads = _attend(pieces, qkv, attention_mask, cache, position_embeddings, invariant=state.invariant)
-        out = product(heads, (pieces.out,))
-        h, y = add_rms_norm(out, x, second.weight, eps=second.eps, plus_one=second.plus_one)
-        both = product(h, pieces.gate_up)
-        a = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-        activate_(a, both, pieces.activation, gated=True)
+        few = x.numel() <= FEW * x.shape[-1]
+        causal = attention_mask is None and how == "sdpa" and getattr(pieces.attention, "is_causal", True)
+        call = _Call(x, attention_mask, cache, position_embeddings, causal, state.invariant)
+        y = _in_two_calls(pieces, call) if few else None
+        if y is None:
+            y = _by_operations(pieces, call, thin=state.invariant or (few and pieces.is_thin()))
         state.runs += 1
-        return y + product(a, (pieces.down,))
+        return y
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What a layer is called with. causal: no mask says so. invariant: see :class:`State`."""
+
+    x: Tensor
+    mask: Tensor | None
+    cache: Any
+    positions: tuple[Tensor, Tensor]
+    causal: bool
+    invariant: bool
+
+
+def _by_operations(pieces: Pieces, call: _Call, *, thin: bool) -> Tensor:
+    """The layer, one operation after the other."""
+    product = partial(_product, pieces, thin=thin, invariant=call.invariant)
+    first, second = pieces.norms
+    h = rms_norm(call.x, first.weight, eps=first.eps, plus_one=first.plus_one)
+    heads = _attend(pieces, product(h, pieces.qkv), call)
+    out = product(heads, (pieces.out,))
+    h, y = add_rms_norm(out, call.x, second.weight, eps=second.eps, plus_one=second.plus_one)
+    both = product(h, pieces.gate_up)
+    a = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+    activate_(a, both, pieces.activation, gated=True)
+    return y + product(a, (pieces.down,))
+
+
+def _in_two_calls(pieces: Pieces, call: _Call) -> Tensor | None:
+    """The layer of few tokens, with the bits of operations one by one; None where only those can do it."""
+    x, mask, alone = call.x, call.mask, call.x.shape[1] == 1
+    if not (call.invariant or alone) or not (call.causal or (alone and mask is None) or _is_shown(mask)):
+        return None
+    products = pieces.products()
+    if products is None or not loading.runs("decoder_before_cache", x):
+        return None
+    qkv, out, gate_up, down = products
+    first, second = pieces.norms
+    cos, sin = call.positions
+    made = before_cache(
+        x, first.now(), qkv, cos.contiguous(), sin.contiguous(), heads=pieces.heads, groups=pieces.groups,
+        head_norms=[] if pieces.head_norms is None else [norm.now() for norm in pieces.head_norms],
+    )  # fmt: skip
+    q, k, v = _cached(pieces, made, call)
+    shown = None if mask is None else mask[:, 0].expand(x.shape[0], x.shape[1], k.shape[2])
+    return after_cache(
+        x, q, k, v, shown, second.now(), scale=pieces.scaling, out=out, gate_up=gate_up, activation=pieces.activation,
+        down=down,
+    )  # fmt: skip
 
 
 def _knows(
-    layer: nn.Module, state: State, x: Tensor, mask: Any, positions: Any, others: dict[str, Any]
+    layer: nn.Module, state: State, x: Tensor, mask: Any, positions: Any, others: dict[str, Any], how: Any
 ) -> bool:  # fmt: skip
     """Whether the injected forward computes what is asked for."""
     pieces = state.pieces
@@ -149,17 +199,16 @@ def _knows(
         and type(x) is Tensor
         and x.dim() == 3
         and x.dtype is state.dtype
-        and pieces.down.weight.dtype is state.dtype
+        and all(one.weight.dtype is state.dtype for one in pieces.dense[-1:])
         and all(value is None or name in IGNORED for name, value in others.items())
-        and _knows_mask(pieces, mask)
+        and _knows_mask(pieces, mask, how)
         and _knows_positions(positions, x)
         and pieces.watch.intact()
     )
 
 
-def _knows_mask(pieces: Pieces, mask: Any) -> bool:
+def _knows_mask(pieces: Pieces, mask: Any, how: Any) -> bool:
     """sdpa takes booleans or numbers to be added, eager the latter; and sdpa is torch's."""
-    how = pieces.attention.config._attn_implementation
     if how not in ATTENTIONS or (how == "sdpa" and attention_function() is not pieces.function):
         return False
     if mask is None:
@@ -175,46 +224,63 @@ def _knows_positions(positions: Any, x: Tensor) -> bool:
     return type(cos) is Tensor and cos.dim() == 3 and cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[1]
 
 
-def _thin(x: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
-    biases: list[Tensor | None] = [one.bias for one in matrices]
-    weights = [one.weight.contiguous() for one in matrices]
-    return thin_linears(x, weights, [bias for bias in biases if bias is not None])
-
-
-def _by_modules(x: Tensor, matrices: tuple[Matrix, ...]) -> Tensor:
-    """As many tokens are multiplied by torch, and parts of matrices by those who have split them."""
-    found = [one(x) for one in matrices]
+def _product(pieces: Pieces, x: Tensor, matrices: tuple[Matrix, ...], *, thin: bool, invariant: bool) -> Tensor:
+    """Of x and several matrices. As many tokens are multiplied by torch, and parts of matrices by those who have split
+    them; codes by their kernel."""
+    joined = pieces.joint.get(matrices)
+    if joined is not None and joined.intact():
+        return by_codes(x, joined.weight, joined.bias(), invariant=invariant)
+    dense = [one for one in matrices if not isinstance(one, PackedLinear)]
+    if thin and len(dense) == len(matrices):
+        weights, biases = [one.weight.contiguous() for one in dense], [one.bias for one in dense]
+        return thin_linears(x, weights, [bias for bias in biases if bias is not None])
+    if invariant:
+        found = [
+            by_codes(x, one.packed, one.bias, invariant=True) if isinstance(one, PackedLinear)
+            else thin_linear(x, one.weight.contiguous(), one.bias) for one in matrices
+        ]  # fmt: skip
+    else:
+        found = [one(x) for one in matrices]
     return torch.cat(found, -1) if len(found) > 1 else found[0]
 
 
-def _attend(
-    pieces: Pieces, qkv: Tensor, mask: Tensor | None, cache: Any, positions: tuple[Tensor, Tensor], *, invariant: bool
-) -> Tensor:  # fmt: skip
+def _attend(pieces: Pieces, qkv: Tensor, call: _Call) -> Tensor:
     """(batch, tokens, heads · dim)."""
     batch, tokens = qkv.shape[:2]
     heads, groups, dim = pieces.heads, pieces.groups, pieces.dim
-    parts = qkv.view(batch, tokens, heads + 2 * groups, dim)
     if pieces.head_norms is not None:
+        parts = qkv.view(batch, tokens, heads + 2 * groups, dim)
         _norm_heads(parts[:, :, :heads], pieces.head_norms[0])
         _norm_heads(parts[:, :, heads : heads + groups], pieces.head_norms[1])
-    cos, sin = positions
+    cos, sin = call.positions
     rotary_cache_(qkv, cos.contiguous(), sin.contiguous(), q_heads=heads, kv_heads=groups)
-    q, k, v = torch.split(parts.transpose(1, 2), [heads, groups, groups], 1)
-    if cache is not None:
-        k, v = cache.update(k, v, pieces.attention.layer_idx, kwargs={})
-    attention = pieces.attention
-    causal = mask is None and attention.config._attn_implementation == "sdpa" and getattr(attention, "is_causal", True)
-    if causal and tokens > 1:
-        k, v = k[:, :, :tokens], v[:, :, :tokens]  # of a cache that is longer the rest is empty
-    shown = None if mask is None or mask.dtype is not torch.bool or mask.shape[1] != 1 else mask[:, 0]
+    q, k, v = _cached(pieces, qkv, call)
+    mask, causal = call.mask, call.causal
     alone = tokens == 1 and loading.runs("cached_attention", q)  # the reference is for its bits, and slow
-    if (invariant or alone) and (causal or shown is not None or (mask is None and tokens == 1)):
-        shown = None if shown is None else shown.expand(batch, tokens, k.shape[2])
+    if (call.invariant or alone) and (causal or _is_shown(mask) or (mask is None and tokens == 1)):
+        shown = None if mask is None else mask[:, 0].expand(batch, tokens, k.shape[2])
         return cached_attention(q, k, v, shown, scale=pieces.scaling)
     found = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal and tokens > 1, scale=pieces.scaling, enable_gqa=heads != groups
     )
     return found.transpose(1, 2).reshape(batch, tokens, heads * dim)
+
+
+def _is_shown(mask: Tensor | None) -> bool:
+    """The mask says which keys a query sees, the same ones in all heads."""
+    return mask is not None and mask.dtype is torch.bool and mask.shape[1] == 1
+
+
+def _cached(pieces: Pieces, qkv: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q (batch, heads, tokens, dim), and k and v of all tokens so far."""
+    batch, tokens = qkv.shape[:2]
+    parts = qkv.view(batch, tokens, pieces.heads + 2 * pieces.groups, pieces.dim).transpose(1, 2)
+    q, k, v = parts.split_with_sizes([pieces.heads, pieces.groups, pieces.groups], 1)
+    if call.cache is not None:
+        k, v = call.cache.update(k, v, pieces.attention.layer_idx, kwargs={})
+    if call.causal and tokens > 1:
+        k, v = k[:, :, :tokens], v[:, :, :tokens]  # of a cache that is longer the rest is empty
+    return q, k, v
 
 
 def _norm_heads(x: Tensor, norm: Norm) -> None:
@@ -238,6 +304,19 @@ class Head(Injected):
             return linear(input, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.contiguous()
         return thin_linear(input, self.weight.contiguous(), bias)
+
+
+class PackedHead(Injected):
+    """y = x·Ŵᵀ + b of codes, with bits that depend on the token alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As PackedLinear."""
+        state: State | None = self.__dict__.get(STATE)
+        own: Any = self
+        if state is None or not is_plain() or type(x) is not Tensor or own.left is not None:
+            found: Tensor = _own(self, PackedHead)(x)
+            return found
+        return by_codes(x, own.packed, own.bias, invariant=state.invariant)
 
 
 class Normed(Injected):

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator
-from zoo.inject.decoder import STATE, Decoder, Head, Injected, Normed, State, become, leave
+from zoo.inject.decoder import STATE, Decoder, Head, Injected, Normed, PackedHead, State, become, leave
 from zoo.inject.kinds import ATTENTIONS, Norm, Pieces, Unfit, norm_of, pieces_of
 from zoo.inject.proof import Proof, prove
+from zoo.nn import PackedLinear
 from zoo.tensor.layers import part_of
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ def inject(model: nn.Module, *, invariant: bool = False) -> Injection:
             if invariant and ranks is not None:
                 raise Unfit("zoo.tensor has split the model, whose products are torch's for many tokens")
             described[name] = pieces_of(layer)
+            if invariant and any(getattr(one, "left", None) is not None for one in described[name].matrices):
+                raise Unfit("codes with a low-rank part beside them are multiplied by torch")
         except Unfit as error:
             refused[name] = str(error)
     _agree(ranks, layers, refused)  # before a proof, in which ranks of a split layer wait for each other
@@ -100,8 +103,9 @@ def inject(model: nn.Module, *, invariant: bool = False) -> Injection:
             f"{what} of {type(model).__name__} can be injected. {reasons or 'It has no decoder layers'}."
             f"{' invariant=True needs all of them.' if found else ''}"
         )
-    others = _others(model, layers, [described[name] for name in found])
+    others = _others(model, layers, [described[name] for name in found], invariant)
     for name, layer in found.items():
+        described[name].join()
         become(layer, Decoder, State(described[name], proofs[name].dtype, invariant=invariant))
     for module, kind, norm in others.values():
         become(module, kind, State(None, None, invariant=invariant, norm=norm))
@@ -148,7 +152,7 @@ def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _others(
-    model: nn.Module, layers: Iterable[str], described: Iterable[Pieces]
+    model: nn.Module, layers: Iterable[str], described: Iterable[Pieces], invariant: bool
 ) -> dict[str, tuple[nn.Module, type[Injected], Norm | None]]:
     """The norm behind all layers, and the matrix of the words where that is a plain one; with their names."""
     ask: Any = getattr(model, "get_output_embeddings", None)
@@ -160,4 +164,6 @@ def _others(
             found[name] = module, Normed, norm_of(module)
         elif module is head and type(module) is nn.Linear and torch.is_floating_point(module.weight):
             found[name] = module, Head, None
+        elif invariant and module is head and type(module) is PackedLinear:
+            found[name] = module, PackedHead, None
     return found

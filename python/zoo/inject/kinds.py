@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from zoo.inject.codes import Joined, joined
 from zoo.inject.watch import Watch, watch
 from zoo.kernels import loading
 from zoo.kernels.activation import reference as activation
+from zoo.kernels.decoder_layer import Product, RmsNorm
 from zoo.kernels.rms_norm import reference as rms_norm
+from zoo.nn import PackedLinear
 from zoo.tensor.layers import Column, Layer, Row, part_of
 from zoo.tensor.proof import exact
 
@@ -50,8 +54,8 @@ KINDS = (
 )
 
 
-Matrix = nn.Linear | Column | Row
-"""What multiplies in a layer: whole, or this rank's part."""
+Matrix = nn.Linear | Column | Row | PackedLinear
+"""What multiplies in a layer: whole, this rank's part, or codes."""
 
 
 ATTENTIONS = ("sdpa", "eager")
@@ -89,8 +93,12 @@ class Norm:
     @property
     def weight(self) -> torch.Tensor:
         """As it is now."""
-        found: torch.Tensor = self.module.weight  # type: ignore[assignment]
+        found: torch.Tensor = self.module._parameters["weight"]  # type: ignore[assignment]
         return found
+
+    def now(self) -> RmsNorm:
+        """As kernels take it."""
+        return RmsNorm(self.weight, self.eps, self.plus_one)
 
 
 @dataclass(eq=False)
@@ -102,6 +110,8 @@ class Pieces:
             ``zoo.kernels.activation.ops.FORMS``.
         split: some matrices are parts of ones that zoo.tensor has split, which know how their product goes on.
         watch: whether the layer still is what it was. function: what transformers calls for sdpa.
+        joint: codes that lie one behind the other, by the matrices of a product. ready: the products of the last call,
+            and the tensors that they were made of.
     """
 
     attention: Any
@@ -118,6 +128,15 @@ class Pieces:
     split: bool
     watch: Watch
     function: Any
+    joint: dict[tuple[nn.Module, ...], Joined] = field(default_factory=dict)
+    ready: tuple[list[tuple[dict[str, Any], str, Any]], tuple[Product, ...]] | None = None
+
+    def join(self) -> None:
+        """Lay codes that are multiplied together one behind the other."""
+        for matrices in (self.qkv, self.gate_up):
+            found = joined(matrices)
+            if found is not None:
+                self.joint[matrices] = found
 
     @property
     def scaling(self) -> float:
@@ -129,10 +148,59 @@ class Pieces:
         """Its matrices are whole, on a CPU and contiguous, as a thin product reads them, and it is compiled."""
         return (
             not self.split
-            and all(one.weight.is_contiguous() for one in (*self.qkv, self.out, *self.gate_up, self.down))
-            and self.down.weight.device.type == "cpu"
-            and loading.runs("thin_linear", self.down.weight)
+            and all(one.weight.is_contiguous() and one.weight.device.type == "cpu" for one in self.dense)
+            and all(loading.runs("thin_linear", one.weight) for one in self.dense[:1])
         )
+
+    def how(self) -> Any:
+        """``attn_implementation``, as it is now."""
+        return self.attention.config._attn_implementation
+
+    def products(self) -> tuple[Product, ...] | None:
+        """What q·k·v, out, gate·up and down are multiplied by now; None where a product is none of one kernel."""
+        if self.ready is not None:
+            sources, known = self.ready
+            for children, name, tensor in sources:
+                if children[name] is not tensor or not (tensor is None or tensor.is_contiguous()):
+                    break
+            else:
+                return known
+        self.ready = None
+        found = [self._product_of(matrices) for matrices in (self.qkv, (self.out,), self.gate_up, (self.down,))]
+        products = tuple(one for one in found if one is not None)
+        if self.split or len(products) < len(found):
+            return None
+        if all(joint.bias() is None for joint in self.joint.values()):  # what was copied could be stale
+            holders = [children for one in self.matrices for children in (one._parameters, one._buffers)]
+            self.ready = [(children, name, children[name]) for children in holders for name in children], products
+        return products
+
+    def _product_of(self, matrices: tuple[Matrix, ...]) -> Product | None:
+        if not isinstance(matrices[0], PackedLinear):
+            if len(matrices) > 1 and any(isinstance(one, PackedLinear) for one in matrices):
+                return None
+            weights: list[Any] = [one._parameters["weight"] for one in matrices]
+            if not all(weight.is_contiguous() for weight in weights):
+                return None
+            biases: list[Any] = [bias for one in matrices if (bias := one._parameters["bias"]) is not None]
+            return Product(weights, biases, [])
+        joint = self.joint.get(matrices)
+        if joint is not None and joint.intact():
+            return Product.of_codes(joint.weight, joint.bias())
+        only = matrices[0]
+        if len(matrices) > 1 or only.left is not None:
+            return None
+        return Product.of_codes(only.packed, only.bias)
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All of them."""
+        return (*self.qkv, self.out, *self.gate_up, self.down)
+
+    @cached_property
+    def dense(self) -> list[nn.Linear | Column | Row]:
+        """Those that are numbers, not codes."""
+        return [one for one in self.matrices if not isinstance(one, PackedLinear)]
 
 
 def pieces_of(layer: nn.Module) -> Pieces:
@@ -176,7 +244,7 @@ def _pieces(layer: nn.Module, kind: Kind) -> Pieces:
     dim, width = getattr(attention, "head_dim", None), sum(map(_features, qkv))
     if not isinstance(dim, int) or dim < 1:
         raise Unfit(f"head_dim of {kind.attention} is {dim!r}")
-    heads = (_features(qkv[0]) if len(qkv) == 3 else out.weight.shape[1]) // dim
+    heads = (_features(qkv[0]) if len(qkv) == 3 else _inputs(out)) // dim
     groups, left = divmod(width - heads * dim, 2 * dim)
     if left or groups < 1 or heads % groups or (len(qkv) == 3 and _features(qkv[1]) != groups * dim):
         raise Unfit(f"q, k and v have {width} features, which are no heads of {dim} beside {heads} of q")
@@ -208,13 +276,21 @@ def _linear(children: dict[str, nn.Module], name: str) -> Matrix:
     found = children[name]
     if isinstance(found, (Column, Row)) and nn.Linear in type(found).__mro__:
         return found
+    if isinstance(found, PackedLinear) and type(found) is PackedLinear:
+        return found
     if type(found) is not nn.Linear:
         raise Unfit(f"{name} is a {type(found).__name__}, not a Linear")
     return found
 
 
+def _inputs(matrix: Matrix) -> int:
+    return matrix.in_features if isinstance(matrix, PackedLinear) else matrix.weight.shape[1]
+
+
 def _features(matrix: Matrix) -> int:
     """Of what it returns, on this rank."""
+    if isinstance(matrix, PackedLinear):
+        return matrix.out_features
     part = part_of(matrix)
     if part is None or isinstance(matrix, Row):
         return len(matrix.weight)

@@ -18,6 +18,7 @@ from torch import nn
 
 from zoo.inject.decoder import Decoder, State, become
 from zoo.inject.kinds import Pieces, Unfit, pieces_of
+from zoo.nn import PackedLinear
 from zoo.tensor.proof import exact
 
 Tensor = torch.Tensor
@@ -59,9 +60,10 @@ def prove(layer: nn.Module, pieces: Pieces, known: dict[Any, Proof | str], *, in
 
 
 def _has_tensors(layer: nn.Module) -> bool:
-    """Beside its parameters: buffers, and attributes."""
-    values = (value for module in layer.modules() for value in module.__dict__.values())
-    return next(layer.buffers(), None) is not None or any(isinstance(value, Tensor) for value in values)
+    """Beside its parameters and codes: buffers, and attributes."""
+    others = [module for module in layer.modules() if not isinstance(module, PackedLinear)]
+    values = (value for module in others for value in module.__dict__.values())
+    return any(module._buffers for module in others) or any(isinstance(value, Tensor) for value in values)
 
 
 def _facts(layer: nn.Module) -> Iterator[Any]:
@@ -71,6 +73,8 @@ def _facts(layer: nn.Module) -> Iterator[Any]:
         for key, value in sorted(module.__dict__.items()):
             if isinstance(value, (int, float, str, bool)) and key != "layer_idx":
                 yield name, key, value
+        if isinstance(module, PackedLinear):
+            yield name, module.minima is None, None if module.left is None else module.left.shape
     for name, parameter in layer.named_parameters():
         yield name, tuple(parameter.shape)
     attention = next((m for m in layer.modules() if hasattr(m, "config")), None)
@@ -94,8 +98,10 @@ def _compare(layer: nn.Module, dtype: torch.dtype, invariant: bool) -> Proof:
     for parameter in original.parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(1 + 0.3 * drawn if parameter.dim() == 1 else drawn / parameter.shape[-1] ** 0.5)
-    injected, precise = copy.deepcopy(original), copy.deepcopy(original).double()
-    state = State(pieces_of(injected), dtype, invariant=invariant)
+    injected, precise = copy.deepcopy(original), _with_numbers(copy.deepcopy(original)).double()
+    pieces = pieces_of(injected)
+    pieces.join()
+    state = State(pieces, dtype, invariant=invariant)
     become(injected, Decoder, state)
     mine = theirs = 0.0
     try:
@@ -132,6 +138,18 @@ def _on_cpu(layer: nn.Module) -> nn.Module:
     if any(p.is_meta for p in found.parameters()):
         return found.to_empty(device="cpu")
     return found.cpu()
+
+
+def _with_numbers(layer: nn.Module) -> nn.Module:
+    """With ordinary matrices in the place of codes."""
+    for above in list(layer.modules()):
+        for name, child in above.named_children():
+            if isinstance(child, PackedLinear):
+                made = nn.Linear(child.in_features, child.out_features, child.bias is not None)
+                made.weight = nn.Parameter(child.dense(), requires_grad=False)
+                made.bias = child.bias  # type: ignore[assignment]
+                setattr(above, name, made)
+    return layer
 
 
 @dataclass(frozen=True)

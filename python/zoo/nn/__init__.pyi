@@ -7,6 +7,8 @@ from .linear import (
 from .linear import (
     memory_efficient_linear as memory_efficient_linear,
 )
+from .packed import PackedLinear as PackedLinear
+from .packed import pack_linears as pack_linears
 from .sequence import (
     SequenceParallelAttention as SequenceParallelAttention,
 )

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from zoo.checkpointing import TensorFile
-from zoo.compression.packed.linear import SIZES, PackedLinear, put, with_transforms_of
+from zoo.compression.packed.linear import SIZES, put, with_transforms_of
 from zoo.kernels.packed_linear import PackedWeight
+from zoo.nn import PackedLinear
 
 KEY = "zoo.packed"
 """Of the file's metadata: for each packed layer its bits, group size, whether it has minima, and rank."""

@@ -11,124 +11,14 @@ from torch import nn
 from zoo.compression.attach import attach, attached_to, class_of
 from zoo.compression.post_training import Layer, Uniform
 from zoo.compression.technique import inner_weights
-from zoo.kernels.packed_linear import PackedWeight, pack, packed_linear, unpack, unpack_weight
+from zoo.kernels.packed_linear import pack
+from zoo.nn import PackedLinear
 from zoo.parts import has_user_hooks, own_hook
 
 Tensor = torch.Tensor
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 SIZES = (8, 4)
 """Bits of a code that there are kernels for."""
-
-
-class PackedLinear(nn.Module):
-    """y = x·(Ŵ + U·V)ᵀ + b with Ŵ in codes of 8 or 4 bits: ``zoo.kernels.packed_linear``.
-
-    The weight is not trained; what is added beside it, such as LoRA, is, and so is the bias. x (…, K) of fp32, bf16 or
-    fp16 gives (…, N) of the same dtype. In a ``state_dict`` codes are in the order of rows, two of 4 bits a byte, as
-    ``zoo.kernels.quantise`` writes them: it does not change with the kernels.
-
-    Bytes: N·K·bits/8 of codes, 4 for each group (8 with minima); with compensation 4·rank·(N + K).
-
-    Args:
-        weight: packed.
-        bias: (N,), or None.
-        low_rank: U (N, rank) and V (rank, K).
-    """
-
-    q: Tensor
-    scales: Tensor
-    minima: Tensor | None
-    left: Tensor | None
-    right: Tensor | None
-    bias: nn.Parameter | None
-
-    def __init__(
-        self, weight: PackedWeight, bias: Tensor | None = None, low_rank: tuple[Tensor, Tensor] | None = None
-    ) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.bits, self.group_size = weight.bits, weight.group_size
-        self.register_buffer("q", weight.q)
-        self.register_buffer("scales", weight.scales)
-        self.register_buffer("minima", weight.minima)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
-        left, right = low_rank if low_rank is not None else (None, None)
-        self.register_buffer("left", left)
-        self.register_buffer("right", right)
-
-    @property
-    def packed(self) -> PackedWeight:
-        """Ŵ."""
-        shape = (self.out_features, self.in_features)
-        return PackedWeight(self.q, self.scales, self.minima, shape, self.bits, self.group_size)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of codes, numbers of groups, compensation and bias."""
-        parts = (self.q, self.scales, self.minima, self.left, self.right, self.bias)
-        return sum(t.nbytes for t in parts if t is not None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """y."""
-        y = packed_linear(x, self.packed, self.bias)
-        if self.left is not None and self.right is not None:
-            thin = x.float() @ self.right.T
-            y = y + (thin @ self.left.T).to(y.dtype)
-        return y
-
-    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Ŵ + U·V, (N, K)."""
-        weight = unpack_weight(self.packed)
-        if self.left is not None and self.right is not None:
-            weight.addmm_(self.left, self.right)
-        return weight.to(dtype)
-
-    def extra_repr(self) -> str:
-        """Sizes."""
-        kind = "symmetric" if self.minima is None else "with minima"
-        more = "" if self.left is None else f", low_rank={self.left.shape[1]}"
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"bits={self.bits}, group_size={self.group_size}, {kind}{more}"
-        )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
-        """Moves between devices; numbers of groups stay fp32, whatever dtype the model is converted to."""
-        kept = {name: getattr(self, name) for name in ("scales", "minima", "left", "right")}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in kept.items():
-            if before is not None and getattr(self, name).dtype is not torch.float32:
-                setattr(self, name, before.to(self.q.device))
-        return self
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, value in zip(("q", "scales", "minima"), unpack(self.packed), strict=True):
-            if value is not None:
-                destination[prefix + name] = value
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-        unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        mine = {k: v for k, v in state_dict.items() if k.startswith(prefix)}
-        names = [prefix + name for name in ("q", "scales", "minima")]
-        if all(name in mine for name in names[:2]) and (self.minima is None or names[2] in mine):
-            shape = (self.out_features, self.in_features)
-            try:
-                found = pack(
-                    mine[names[0]].cpu(), mine[names[1]].cpu(), None if self.minima is None else mine[names[2]].cpu(),
-                    shape=shape, bits=self.bits, group_size=self.group_size,
-                )  # fmt: skip
-            except ValueError as error:
-                error_msgs.append(f"the packed layer {prefix.rstrip('.')!r}: {error}")
-                return
-            mine.update(zip(names, (found.q, found.scales, found.minima), strict=True))
-            if self.minima is None:
-                del mine[names[2]]
-        super()._load_from_state_dict(
-            mine, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )  # fmt: skip
 
 
 def packs(layer: Layer) -> str:

@@ -1,0 +1,131 @@
+"""A decoder layer of few tokens as two functions of tensors, before and after the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zoo.kernels.decoder_layer import reference
+from zoo.kernels.operators import Operator
+from zoo.kernels.packed_linear import PackedWeight
+
+Tensor = torch.Tensor
+
+
+class Product(NamedTuple):
+    """What one product multiplies by: the weights of :func:`zoo.kernels.thin_linear.thin_linears`, or codes."""
+
+    weights: list[Tensor]
+    """(N, K) each; of codes: q, scales and, where there are, minima."""
+    biases: list[Tensor]
+    """(N,) each, or none; of codes one or none."""
+    codes: list[int]
+    """Of codes N, bits and group size; else empty."""
+
+    @classmethod
+    def of_codes(cls, weight: PackedWeight, bias: Tensor | None = None) -> Product:
+        """Of a packed weight."""
+        parts = [t for t in (weight.q, weight.scales, weight.minima) if t is not None]
+        return cls(parts, [] if bias is None else [bias], [weight.shape[0], weight.bits, weight.group_size])
+
+
+class RmsNorm(NamedTuple):
+    """As :func:`zoo.kernels.rms_norm.rms_norm` takes it."""
+
+    weight: Tensor
+    eps: float
+    plus_one: bool
+
+
+def before_cache(
+    x: Tensor, norm: RmsNorm, qkv: Product, cos: Tensor, sin: Tensor, *, heads: int, groups: int,
+    head_norms: Sequence[RmsNorm] = (),
+) -> Tensor:  # fmt: skip
+    """q, k and v of new tokens, turned to their positions: rotary(heads(W·norm(x) + b)).
+
+    Values and bits are those of ``rms_norm``, ``thin_linears`` or ``packed_linear``, and ``rotary_cache_``, called one
+    by one; one call costs the host a quarter.
+
+    Args:
+        x: (B, T, F), contiguous, fp32, bf16 or fp16.
+        cos, sin: (1 or B, T, R), contiguous.
+        heads, groups: of q; of k and v.
+        head_norms: of q and of k, with one ``plus_one``; or none.
+
+    Returns:
+        (B, T, (heads + 2·groups)·D): q, k and v beside each other, as ``rotary_cache_`` has them.
+
+    Raises:
+        ValueError: those of the operators; other numbers of norms, heads or tensors of codes; a gradient is wanted.
+    """
+    _refuse_gradients(x, norm.weight, *qkv.weights, *qkv.biases)
+    y: Tensor = _before(
+        x, *norm, *qkv, [n.weight for n in head_norms], [n.eps for n in head_norms],
+        bool(head_norms) and head_norms[0].plus_one, cos, sin, heads, groups,
+        check=lambda: _check(x, head_norms, heads, groups, (qkv,)),
+    )  # fmt: skip
+    return y
+
+
+def after_cache(
+    x: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, norm: RmsNorm, *, scale: float,
+    out: Product, gate_up: Product, activation: str, down: Product,
+) -> Tensor:  # fmt: skip
+    """The rest of the layer: y = x + W_out·attention, z = y + W_down·(φ(gate) ⊙ up) with (gate, up) = W·norm(y).
+
+    Args:
+        x: as :func:`before_cache` got it.
+        q, keys, values, mask, scale: as :func:`zoo.kernels.cached_attention.cached_attention` takes them.
+        activation: φ, as :func:`zoo.kernels.activation.activate_` takes it.
+
+    Returns:
+        z (B, T, F).
+
+    Raises:
+        ValueError: those of the operators; a gradient is wanted.
+    """
+    _refuse_gradients(x, q, keys, values, norm.weight, *out.weights, *gate_up.weights, *down.weights)
+    z: Tensor = _after(
+        x, q, keys, values, mask, scale, *out, *norm, *gate_up, activation, *down,
+        check=lambda: _check(x, (), 1, 1, (out, gate_up, down)),
+    )  # fmt: skip
+    return z
+
+
+def _refuse_gradients(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise ValueError("the operators of a decoder layer have no gradient; call them under torch.no_grad().")
+
+
+def _wide(x: Tensor, weights: list[Tensor], codes: list[int]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], codes[0] if codes else sum(len(weight) for weight in weights)))
+
+
+def _fake_before(x: Tensor, norm: Any, eps: Any, plus_one: Any, weights: Any, biases: Any, codes: Any, *_: Any) -> Any:
+    return _wide(x, weights, codes)
+
+
+_before = Operator("decoder_before_cache", reference.before_cache, fake=_fake_before)
+_after = Operator("decoder_after_cache", reference.after_cache, fake=lambda x, *_: torch.empty_like(x))
+
+
+def _check(
+    x: Tensor, head_norms: Sequence[RmsNorm], heads: int, groups: int, products: Sequence[Product]
+) -> None:  # fmt: skip
+    if x.dim() != 3:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must have 3 dims.")
+    if heads < 1 or groups < 1:
+        raise ValueError(f"there are {heads} heads and {groups} of k and v; at least 1.")
+    if len(head_norms) not in (0, 2):
+        raise ValueError(f"there are {len(head_norms)} norms of heads; give two, of q and of k, or none.")
+    for product in products:
+        if product.codes and not (
+            len(product.codes) == 3 and len(product.weights) in (2, 3) and len(product.biases) <= 1
+        ):
+            raise ValueError(
+                f"there are {len(product.codes)} numbers of codes, {len(product.weights)} tensors and "
+                f"{len(product.biases)} biases; packed weights have (rows, bits, group size), (q, scales[, minima]) "
+                "and at most one bias."
+            )

@@ -1,0 +1,76 @@
+"""Products of packed matrices: several in one call, and of many tokens with the bits of few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zoo.kernels.packed_linear import PackedWeight, packed_linear
+from zoo.kernels.packed_linear.packing import ROWS
+from zoo.kernels.thin_linear import FEW
+from zoo.nn import PackedLinear
+
+
+@dataclass(eq=False)
+class Joined:
+    """Packed matrices of one product whose codes lie one behind the other, so that it is one call.
+
+    Attributes:
+        parts: each with its codes, scales and minima, views of those of ``weight``, as they were then.
+    """
+
+    weight: PackedWeight
+    parts: tuple[tuple[PackedLinear, tuple[torch.Tensor | None, ...]], ...]
+
+    def intact(self) -> bool:
+        """Nobody has moved or replaced a part."""
+        for one, (q, scales, minima) in self.parts:
+            now = one._buffers
+            if now["q"] is not q or now["scales"] is not scales or now["minima"] is not minima:
+                return False
+        return True
+
+    def bias(self) -> torch.Tensor | None:
+        """Of all, as it is now."""
+        biases: list[torch.Tensor] = [bias for one, _ in self.parts if (bias := one._parameters["bias"]) is not None]
+        return torch.cat(biases) if biases else None
+
+
+def joined(matrices: tuple[nn.Module, ...]) -> Joined | None:
+    """Lay the codes of several packed matrices one behind the other; values stay. None: they are of different kinds."""
+    if len(matrices) < 2 or not all(isinstance(one, PackedLinear) for one in matrices):
+        return None
+    several: list[PackedLinear] = [one for one in matrices if isinstance(one, PackedLinear)]
+    first = several[0]
+    kinds = {(one.bits, one.group_size, one.minima is None, one.in_features, one.q.device) for one in several}
+    # Rows of another number than whole blocks have an order of their own at the end.
+    ragged = any(one.out_features % ROWS for one in several[:-1])
+    if len(kinds) > 1 or ragged or any(one.left is not None or one.q.is_meta for one in several):
+        return None
+    views: list[list[torch.Tensor | None]] = [[] for _ in several]
+    alls: list[torch.Tensor | None] = []
+    for name in ("q", "scales", "minima"):
+        own: list[torch.Tensor | None] = [getattr(one, name) for one in several]
+        parts = [t for t in own if t is not None]
+        whole = torch.cat(parts) if parts else None
+        alls.append(whole)
+        cut: Sequence[torch.Tensor | None] = own if whole is None else torch.split(whole, [len(t) for t in parts])
+        for one, view, of in zip(several, cut, views, strict=True):
+            setattr(one, name, view)
+            of.append(view)
+    q, scales, minima = alls
+    shape = (sum(one.out_features for one in several), first.in_features)
+    weight = PackedWeight(q, scales, minima, shape, first.bits, first.group_size)  # type: ignore[arg-type]
+    return Joined(weight, tuple((one, tuple(of)) for one, of in zip(several, views, strict=True)))
+
+
+def by_codes(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, *, invariant: bool) -> torch.Tensor:
+    """y = x·Wᵀ + b. invariant: by as many tokens at a time as are never multiplied in another way."""
+    tokens = x.numel() // max(x.shape[-1], 1)
+    if not invariant or tokens <= FEW:
+        return packed_linear(x, weight, bias)
+    rows = torch.split(x.reshape(tokens, x.shape[-1]), FEW)
+    return torch.cat([packed_linear(one, weight, bias) for one in rows]).view(*x.shape[:-1], weight.shape[0])

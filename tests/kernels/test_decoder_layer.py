@@ -1,0 +1,132 @@
+"""A decoder layer in two calls: the bits of its operations one by one, with numbers and with codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.kernels.cases import DTYPES, same_bits, values
+from tests.kernels.conftest import UseMode
+from tests.profiles import examples
+
+from zoo.kernels import loading
+from zoo.kernels.decoder_layer import Product, RmsNorm, after_cache, before_cache, reference
+from zoo.kernels.packed_linear import pack_weight
+
+pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
+Tensor = torch.Tensor
+HEADS, GROUPS, DIM, WIDTH, WIDE = 4, 2, 16, 32, 48
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return (values(rows * columns, seed).view(rows, columns) / columns**0.5).to(dtype)
+
+
+def product(
+    rows: tuple[int, ...], columns: int, dtype: torch.dtype, bits: int, biased: bool, seed: int
+) -> Product:  # fmt: skip
+    """Of several matrices; of codes they are one."""
+    biases = [values(n, seed + 7).to(dtype) for n in rows] if biased else []
+    weights = [matrix(n, columns, dtype, seed + i) for i, n in enumerate(rows)]
+    if bits == 0:
+        return Product(weights, biases, [])
+    packed = pack_weight(torch.cat(weights), bits=bits, group_size=16, symmetric=seed % 2 == 0)
+    return Product.of_codes(packed, torch.cat(biases) if biases else None)
+
+
+def arguments(
+    batch: int, tokens: int, dtype: torch.dtype, bits: int, biased: bool, normed: bool, seed: int
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """Of both functions, but for q, keys and values."""
+    angles = values(batch * tokens * DIM, seed).view(batch, tokens, DIM)
+    norm = RmsNorm(values(WIDTH, seed + 1).to(dtype), 1e-5, seed % 3 == 0)
+    heads = [RmsNorm(values(DIM, seed + i).to(dtype), 1e-6, False) for i in (2, 3)] if normed else []
+    before = {
+        "x": values(batch * tokens * WIDTH, seed + 4).view(batch, tokens, WIDTH).to(dtype), "norm": norm,
+        "qkv": product((HEADS * DIM, GROUPS * DIM, GROUPS * DIM), WIDTH, dtype, bits, biased, seed),
+        "cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype), "heads": HEADS, "groups": GROUPS,
+        "head_norms": heads,
+    }  # fmt: skip
+    after = {
+        "norm": norm, "scale": 0.3, "out": product((WIDTH,), HEADS * DIM, dtype, bits, biased, seed + 1),
+        "gate_up": product((WIDE, WIDE), WIDTH, dtype, bits, biased, seed + 2), "activation": "silu",
+        "down": product((WIDTH,), WIDE, dtype, bits, biased, seed + 3),
+    }  # fmt: skip
+    return before, after
+
+
+def run(before: dict[str, Any], after: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    qkv = before_cache(**before)
+    q, k, v = torch.split(qkv.unflatten(2, (-1, DIM)).transpose(1, 2), [HEADS, GROUPS, GROUPS], 1)
+    return qkv, after_cache(before["x"], q, k, v, None, **after)
+
+
+@examples(times=2)
+@given(
+    batch=st.integers(1, 2), tokens=st.integers(1, 3), dtype=st.sampled_from(DTYPES), bits=st.sampled_from([0, 8, 4]),
+    biased=st.booleans(), normed=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_it_has_the_bits_of_its_operations(
+    batch: int, tokens: int, dtype: torch.dtype, bits: int, biased: bool, normed: bool, seed: int
+) -> None:
+    before, after = arguments(batch, tokens, dtype, bits, biased, normed, seed)
+    qkv, z = run(before, after)
+    norms = before["head_norms"]
+    mine = reference.before_cache(
+        before["x"], *before["norm"], *before["qkv"], [n.weight for n in norms], [n.eps for n in norms], False,
+        before["cos"], before["sin"], HEADS, GROUPS,
+    )  # fmt: skip
+    q, k, v = torch.split(mine.unflatten(2, (-1, DIM)).transpose(1, 2), [HEADS, GROUPS, GROUPS], 1)
+    assert same_bits(qkv, mine)
+    other = reference.after_cache(
+        before["x"], q, k, v, None, 0.3, *after["out"], *after["norm"], *after["gate_up"], "silu", *after["down"]
+    )
+    assert same_bits(z, other)
+    assert z.shape == before["x"].shape
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_without_kernels_it_computes_the_same(bits: int, use_mode: UseMode) -> None:
+    before, after = arguments(2, 3, torch.float32, bits, True, True, 4)
+    use_mode("native")
+    native = run(before, after)
+    use_mode("reference")
+    plain = run(before, after)
+    for one, other in zip(native, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_opcheck(bits: int) -> None:
+    before, after = arguments(1, 2, torch.float32, bits, True, True, 2)
+    norms = before["head_norms"]
+    torch.library.opcheck(
+        torch.ops.zoo.decoder_before_cache.default,
+        (before["x"], *before["norm"], *before["qkv"], [n.weight for n in norms], [n.eps for n in norms], False,
+         before["cos"], before["sin"], HEADS, GROUPS),
+    )  # fmt: skip
+    q, k = values(2 * HEADS * DIM, 0).view(1, HEADS, 2, DIM), values(4 * GROUPS * DIM, 1).view(1, GROUPS, 4, DIM)
+    torch.library.opcheck(
+        torch.ops.zoo.decoder_after_cache.default,
+        (before["x"], q, k, k, None, 0.5, *after["out"], *after["norm"], *after["gate_up"], "relu", *after["down"]),
+    )
+
+
+@pytest.mark.parametrize("mode", ["native", "reference"])
+def test_what_cannot_be(mode: str, use_mode: UseMode) -> None:
+    before, after = arguments(1, 2, torch.float32, 8, True, True, 2)
+    use_mode(mode)
+    with pytest.raises(ValueError, match=r"1 norms of heads|norms of heads"):
+        before_cache(**before | {"head_norms": before["head_norms"][:1]})
+    with pytest.raises(ValueError, match="0 heads"):
+        before_cache(**before | {"heads": 0})
+    with pytest.raises(ValueError, match="packed weights have"):
+        before_cache(**before | {"qkv": before["qkv"]._replace(codes=[96])})
+    with pytest.raises(ValueError, match="no gradient"):
+        before_cache(**before | {"x": before["x"].clone().requires_grad_()})
+    q = values(2 * HEADS * DIM, 0).view(1, HEADS, 2, DIM)
+    with pytest.raises(ValueError, match="must be"):
+        after_cache(before["x"], q, q[:, :GROUPS], q[:, :GROUPS], None, **after | {"activation": "tanh"})

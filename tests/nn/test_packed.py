@@ -1,0 +1,106 @@
+"""Linear layers become codes in place; what cannot is named and stays as it is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.profiles import examples
+from torch import nn
+
+from zoo.kernels.packed_linear import pack_weight, unpack_weight
+from zoo.nn import PackedLinear, pack_linears
+
+
+class Tied(nn.Module):
+    """Words, two layers of which one stands in two places, and a head with the weight of the words."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.words = nn.Embedding(48, width)
+        self.first = nn.Linear(width, width)
+        self.again = self.first
+        self.odd = nn.Linear(width, 24, bias=False)
+        self.back = nn.Linear(24, width)
+        self.head = nn.Linear(width, 48, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.again(torch.relu(self.first(self.words(ids))))
+        return self.head(x + self.back(self.odd(x)))  # type: ignore[no-any-return]
+
+
+@examples(times=1)
+@given(
+    bits=st.sampled_from([8, 4]), group=st.sampled_from([16, 32, None]), symmetric=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_it_multiplies_by_the_nearest_codes(bits: int, group: int | None, symmetric: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Tied()
+    right = copy.deepcopy(model)
+    left = pack_linears(model, bits=bits, group_size=group, symmetric=symmetric)
+    assert list(left) == ["back"]
+    assert "24" in left["back"]
+    assert model.first is model.again
+    with torch.no_grad():
+        right.head.weight = nn.Parameter(right.words.weight.clone())
+        weights = {"first": right.first.weight, "odd": right.odd.weight, "head": right.head.weight}
+        for weight in weights.values():
+            weight.copy_(unpack_weight(pack_weight(weight, bits=bits, group_size=group, symmetric=symmetric)))
+        ids = torch.randint(48, (3, 5))
+        torch.testing.assert_close(model(ids), right(ids), rtol=1e-4, atol=1e-5)
+    assert isinstance(model.words.weight, nn.Parameter)
+
+
+def test_what_is_left_out_stays() -> None:
+    model = Tied()
+    left = pack_linears(model, leave_out=["*head", "first"])
+    assert {name: left[name] for name in ("first", "head")} == {"first": "leave_out", "head": "leave_out"}
+    assert type(model.head) is nn.Linear
+    assert type(model.again) is nn.Linear
+    assert isinstance(model.odd, PackedLinear)
+
+
+def test_what_cannot_be_codes_is_told_before_anything_changes() -> None:
+    model = Tied()
+    with pytest.raises(ValueError, match="'nothing' fits none of the linear layers first"):
+        pack_linears(model, leave_out=["nothing"])
+    for options in ({"bits": 3}, {"group_size": 24}, {"group_size": 0}):
+        with pytest.raises(ValueError, match="bits are 8 or 4, a group a multiple of 16"):
+            pack_linears(model, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        model.odd.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="the weight of odd has NaN or infinite elements"):
+        pack_linears(model)
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    with pytest.raises(ValueError, match=r"no layer of Linear can be packed\. : it is the model itself"):
+        pack_linears(nn.Linear(32, 32))
+    with pytest.raises(ValueError, match="It has no linear layers"):
+        pack_linears(nn.Embedding(3, 4))
+
+
+def test_weights_that_others_read_stay() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.TransformerEncoderLayer(32, 2, 32), nn.Linear(32, 32), nn.Linear(32, 1))
+    model[2].register_forward_hook(lambda *_: None)
+    nn.utils.parametrizations.weight_norm(model[3])
+    left = pack_linears(model)
+    reasons = " ".join(left.values())
+    assert list(left) == ["1.self_attn.out_proj", "1.linear1", "1.linear2", "2", "3"]
+    assert all(part in reasons for part in ("reads its weight without calling it", "it has hooks"))
+    assert isinstance(model[0], PackedLinear)
+
+
+def test_a_file_does_not_change_with_the_order_of_codes() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    pack_linears(model, bits=4)
+    state = model.state_dict()
+    other = Tied()
+    pack_linears(other, bits=4)
+    other.load_state_dict(state)
+    ids = torch.arange(6)[None]
+    assert torch.equal(model(ids), other(ids))
