@@ -155,7 +155,8 @@ def _nn(_: str) -> dict[str, Any]:
 
     return {
         "mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("sequence",)),
-        "model": nn.Sequential(nn.Linear(32, 2)),
+        "model": nn.Sequential(nn.Linear(2, 2)),
+        "trained": nn.Sequential(nn.Linear(32, 2)),
     }
 
 
