@@ -1,7 +1,8 @@
-// Codes in packed order as numbers, on CPUs: a line is 32 rows at two k.
+// Codes in packed order as numbers, on CPUs: a line is 32 rows at two k, the two k of a row beside each other.
 //
-// With Floats a number is fp32 and a line becomes two times 32 of them, k by k. With Pairs, the bf16 dot products of
-// AVX-512, it becomes 32 pairs of bf16; see packed_linear.h.
+// With Floats a number is fp32: a vector of numbers has some rows at both k and is multiplied by the two k of x in
+// turns, so that even and odd k are added up apart, and together once a piece ends. With Pairs, the bf16 dot products
+// of AVX-512, a vector has pairs of bf16; see packed_linear.h.
 #pragma once
 
 #include "../common/dots.h"
@@ -36,73 +37,118 @@ ZOO_HD Vec multiply_add(Vec a, Vec b, Vec c) {
 #endif
 }
 
-struct Line {
-  Vec at[2][VECTORS];  // [k][rows]
-};
-
-// 8 bits: the two codes of WIDTH rows, from number v · WIDTH of the block on.
-ZOO_HD HalfVec codes_of_rows(const uint8_t* line, int v) {
-  HalfVec codes;
-  const int row = v * WIDTH;
-  for (int k = 0; k < WIDTH / 4; ++k)
-    memcpy(reinterpret_cast<char*>(&codes) + 8 * k, line + place_in_line(8, row + 4 * k, 0), 8);
-  return codes;
+// WIDTH codes of 8 bits, or bytes of two codes of 4 bits, as numbers of 32 bits.
+template <bool SIGNED>
+ZOO_HD IntVec words_of(const uint8_t* from) {
+#if defined(__AVX512BW__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return IntVec(SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return IntVec(SIGNED ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  IntVec words;
+  for (int i = 0; i < WIDTH; ++i) words[i] = SIGNED ? int32_t(int8_t(from[i])) : int32_t(from[i]);
+  return words;
+#endif
 }
 
-// Codes that begin at bit `from` of each number.
-template <int BITS, bool SYMMETRIC>
-ZOO_HD Vec numbers_of(IntVec words, int from) {
-  if constexpr (SYMMETRIC) words = (words << (32 - BITS - from)) >> (32 - BITS);
-  else words = (words >> from) & (IntVec{} + ((1 << BITS) - 1));
+// The lower (i = 0) or upper codes of bytes of 4 bits as fp32. Bytes were widened by words_of<SYMMETRIC>.
+template <bool SYMMETRIC>
+ZOO_HD Vec halves_of(IntVec words, int i) {
+#if defined(__AVX512BW__)
+  static constexpr float table[2][16] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+                                         {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1}};
+  // An index into 16 numbers is the lower four bits.
+  return Vec(_mm512_permutexvar_ps(i == 0 ? __m512i(words) : _mm512_srli_epi32(__m512i(words), 4),
+                                   _mm512_loadu_ps(table[SYMMETRIC])));
+#else
+  if (i == 1) words = words >> 4;
+  else words = SYMMETRIC ? (words << 28) >> 28 : words & (IntVec{} + 15);
   return __builtin_convertvector(words, Vec);
+#endif
+}
+
+// Lane k: p[2k] + p[2k + 1], then those of q.
+ZOO_HD Vec sums_of_pairs(Vec p, Vec q) {
+#if defined(__AVX512BW__)
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+  return Vec(_mm512_permutex2var_ps(__m512(p), even, __m512(q))) +
+         Vec(_mm512_permutex2var_ps(__m512(p), odd, __m512(q)));
+#elif defined(__AVX2__)
+  const __m256 sum =
+      _mm256_add_ps(_mm256_shuffle_ps(__m256(p), __m256(q), 0x88), _mm256_shuffle_ps(__m256(p), __m256(q), 0xDD));
+  return Vec(_mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sum), 0xD8)));
+#else
+  return Vec{p[0] + p[1], p[2] + p[3], q[0] + q[1], q[2] + q[3]};
+#endif
 }
 
 struct Floats {
-  typedef float Number;                                             // of x, one k
-  typedef Line Weights;                                             // of a line
-  static constexpr int64_t STEP = 1;                                // how many k a Number has
-  static constexpr int64_t PIECE = 128;                             // 32 rows of it are half an L1 cache
-  static constexpr int FEW = WIDTH == 16 ? 6 : WIDTH == 8 ? 2 : 1;  // tokens for which codes become numbers each time
-  static constexpr int TILE = WIDTH == 16 ? 7 : FEW;                // tokens of a tile beyond
+  typedef uint64_t Number;  // of x: two k, as fp32
+  static constexpr int SUMS = 2 * VECTORS;
+  struct Weights {
+    Vec at[SUMS];  // of a line
+  };
+  static constexpr bool WIDE = true;                  // a Number is made of fp32
+  static constexpr int64_t STEP = 2;                  // how many k a Number has
+  static constexpr int64_t PIECE = 128;               // 32 rows of it are half an L1 cache
+  static constexpr int FEW = WIDTH == 16 ? 6 : 1;     // tokens for which codes become numbers each time
+  static constexpr int TILE = WIDTH == 16 ? 7 : FEW;  // tokens of a tile beyond
   static constexpr float OFFSET = 0.0f;
 
   template <int BITS, bool SYMMETRIC>
-  static ZOO_HD Line line(const uint8_t* from) {
-    Line to;
-    HalfVec codes[VECTORS];
-#if defined(__AVX512BW__)
+  static ZOO_HD Weights line(const uint8_t* from) {
+    Weights to;
     if constexpr (BITS == 8) {
-      const __m512i halves = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-      const __m512i all = _mm512_permutexvar_epi64(halves, _mm512_loadu_si512(from));
-      codes[0] = HalfVec(_mm512_castsi512_si256(all));
-      codes[1] = HalfVec(_mm512_extracti64x4_epi64(all, 1));
-    }
-#elif defined(__AVX2__)
-    if constexpr (BITS == 8)
-      for (int v = 0; v < 2; ++v) {  // two quarters of the line: rows 8v, ..., 8v + 7, and 16 + 8v, ...
-        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + v);
-        const __m256i apart = _mm256_permute4x64_epi64(both, 0xD8);
-        codes[v] = HalfVec(_mm256_castsi256_si128(apart));
-        codes[v + 2] = HalfVec(_mm256_extracti128_si256(apart, 1));
+      for (int v = 0; v < SUMS; ++v) to.at[v] = __builtin_convertvector(words_of<SYMMETRIC>(from + v * WIDTH), Vec);
+    } else {
+      for (int v = 0; v < VECTORS; ++v) {
+        const IntVec words = words_of<SYMMETRIC>(from + v * WIDTH);
+        to.at[v] = halves_of<SYMMETRIC>(words, 0);
+        to.at[VECTORS + v] = halves_of<SYMMETRIC>(words, 1);
       }
-#endif
-    for (int v = 0; v < VECTORS; ++v) {
-      const int row = v * WIDTH;
-      if constexpr (BITS == 4) memcpy(&codes[v], from + place_in_line(4, row, 0), sizeof(HalfVec));
-#if !defined(__AVX2__)
-      else codes[v] = codes_of_rows(from, v);
-#endif
-      const IntVec words = __builtin_convertvector(codes[v], IntVec);
-      const int first = BITS == 4 ? row / 16 * 4 : 0;
-      for (int k = 0; k < 2; ++k) to.at[k][v] = numbers_of<BITS, SYMMETRIC>(words, first + 8 * k);
     }
     return to;
   }
 
   // acc += line · the two k of x of one token.
-  static ZOO_HD void add(Vec (&acc)[VECTORS], const Line& w, const float* x, int64_t stride) {
-    for (int k = 0; k < 2; ++k)
-      for (int v = 0; v < VECTORS; ++v) acc[v] = multiply_add(w.at[k][v], all_of(x[k * stride]), acc[v]);
+  static ZOO_HD void add(Vec (&acc)[SUMS], const Weights& w, const uint64_t* x, int64_t) {
+    Vec both;
+#if defined(__AVX512BW__)
+    both = Vec(_mm512_castsi512_ps(_mm512_set1_epi64(int64_t(*x))));
+#elif defined(__AVX2__)
+    both = Vec(_mm256_castsi256_ps(_mm256_set1_epi64x(int64_t(*x))));
+#else
+    for (int i = 0; i < 2; ++i) memcpy(reinterpret_cast<char*>(&both) + 8 * i, x, 8);
+#endif
+    for (int v = 0; v < SUMS; ++v) acc[v] = multiply_add(w.at[v], both, acc[v]);
+  }
+
+  // Sums of 32 rows, in their order.
+  template <int BITS>
+  static ZOO_HD void rows(const Vec (&acc)[SUMS], Vec (&to)[VECTORS]) {
+    if constexpr (BITS == 4) {
+      for (int v = 0; v < VECTORS; ++v) to[v] = sums_of_pairs(acc[2 * v], acc[2 * v + 1]);
+    } else {
+#if defined(__AVX512BW__)
+      // A vector of codes has four rows of the lower half of the block, then four of the upper.
+      const __m512 first = __m512(sums_of_pairs(acc[0], acc[1])), last = __m512(sums_of_pairs(acc[2], acc[3]));
+      const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+      const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(4));
+      to[0] = Vec(_mm512_permutex2var_ps(first, lower, last));
+      to[1] = Vec(_mm512_permutex2var_ps(first, upper, last));
+#else
+      // Those of four rows of the lower half of the block and of four of the upper take turns.
+      constexpr int EACH = 8 / WIDTH;  // vectors of four rows
+      for (int v = 0; v < VECTORS; ++v) {
+        const int half = v / (VECTORS / 2), first = v % (VECTORS / 2) * WIDTH / 4;  // of groups of four rows
+        const int p = (2 * first + half) * EACH, q = EACH == 2 ? p + 1 : p + 2;
+        to[v] = sums_of_pairs(acc[p], acc[q]);
+      }
+#endif
+    }
   }
 };
 
@@ -133,6 +179,8 @@ struct Pairs {
   struct Weights {
     __m512i at[2];
   };
+  static constexpr int SUMS = VECTORS;
+  static constexpr bool WIDE = false;
   static constexpr int64_t STEP = 2;
   static constexpr int64_t PIECE = 256;
   static constexpr int FEW = 6, TILE = 7;
@@ -169,6 +217,11 @@ struct Pairs {
   static ZOO_HD void add(Vec (&acc)[VECTORS], const Weights& w, const uint32_t* x, int64_t) {
     const __m512i both = _mm512_set1_epi32(int32_t(*x));
     for (int v = 0; v < VECTORS; ++v) asm("vdpbf16ps %2, %1, %0" : "+v"(acc[v]) : "v"(w.at[v]), "v"(both));
+  }
+
+  template <int BITS>
+  static ZOO_HD void rows(const Vec (&acc)[SUMS], Vec (&to)[VECTORS]) {
+    for (int v = 0; v < VECTORS; ++v) to[v] = acc[v];
   }
 
  private:

@@ -122,10 +122,10 @@ class Tokens {
         const int64_t at = (first_ + begin(tile) + m) * c_.w.columns + k;
         rows[m] = static_cast<const char*>(c_.x) + at * (c_.dtype == F32 ? 4 : 2);
         const float* floats = reinterpret_cast<const float*>(rows[m]);
-        if (c_.dtype != F32 && (A::STEP == 1 || c_.w.minima != nullptr)) {
+        if (c_.dtype != F32 && (A::WIDE || c_.w.minima != nullptr)) {
           widen(reinterpret_cast<const uint16_t*>(rows[m]), wide[m], c_.dtype, end - k);
           floats = wide[m];
-          if (A::STEP == 1) rows[m] = reinterpret_cast<const char*>(floats);
+          if (A::WIDE) rows[m] = reinterpret_cast<const char*>(floats);
         }
         if (c_.w.minima != nullptr) add_up(floats, k, end, sums(tile) + m, MT);
       }
@@ -187,7 +187,7 @@ void multiply(const Factors<A>& f, float* c, int64_t begin, int64_t end) {
   const typename A::Number* x = f.x;
   for (int64_t k = begin; k < end;) {
     const int64_t g = k / group, stop = lesser(lesser(k + A::PIECE, (g + 1) * group), end);
-    Vec acc[MT][NB][VECTORS] = {};
+    Vec acc[MT][NB][A::SUMS] = {};
     for (int64_t pair = k / 2; pair < stop / 2; ++pair, x += 2 / A::STEP * MT)
 #pragma GCC unroll 2
       for (int b = 0; b < NB; ++b) {
@@ -204,13 +204,18 @@ void multiply(const Factors<A>& f, float* c, int64_t begin, int64_t end) {
         }
       }
     const float* const sums = f.sums + (g * pieces_of_group + (k - g * group) / A::PIECE) * MT;
+    Vec found[MT][NB][VECTORS];
+#pragma GCC unroll 16
+    for (int m = 0; m < MT; ++m)
+#pragma GCC unroll 2
+      for (int b = 0; b < NB; ++b) A::template rows<BITS>(acc[m][b], found[m][b]);
 #pragma GCC unroll 2
     for (int b = 0; b < NB; ++b)
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; ++v) {
         const Vec scale = load<F32>(f.blocks[b].scales, g * ROWS + v * WIDTH);
         const auto add = [&](int m, Vec before) __attribute__((always_inline)) {
-          total[m][b][v] = multiply_add(scale, acc[m][b][v], before);
+          total[m][b][v] = multiply_add(scale, found[m][b][v], before);
         };
         if (f.w.minima == nullptr) {
 #pragma GCC unroll 16
@@ -290,7 +295,7 @@ void by_cache(const PackedLinear& c, const Tokens<A>& tokens, const Rest& rest, 
           const Factors<A> factors{c.w, &block, ready.data(), tokens.numbers(tile, k, stop), tokens.sums(tile)};
           float* const to = sums.data() + (b * count + tokens.begin(tile)) * ROWS;
           with_tokens<A::TILE>(tokens.tokens(tile), [&](auto of) {
-            multiply<A, 0, true, true, decltype(of)::value, 1>(factors, to, k, stop);
+            multiply<A, BITS, SYMMETRIC, true, decltype(of)::value, 1>(factors, to, k, stop);
           });
         }
       }
@@ -327,13 +332,18 @@ void with_codes(const PackedLinear& c) {
 // A block's columns [begin, end), as they are to be written: (columns, rows).
 template <Dtype D, int BITS, bool SYMMETRIC>
 void columns_of(const Block& block, const PackedWeight& w, void* out, int64_t stride, int64_t begin, int64_t end) {
+  Vec keeps[2] = {};  // one k of each pair: the other becomes zero, which changes no sum
+  for (int lane = 0; lane < WIDTH; ++lane) keeps[lane % 2][lane] = 1.0f;
   for (int64_t k = begin; k < end; k += 2) {
-    const Line line = Floats::line<BITS, SYMMETRIC>(block.lines + k / 2 * (8 * BITS));
-    for (int v = 0; v < VECTORS && v * WIDTH < block.rows; ++v) {
-      const int64_t at = k / w.group * ROWS + v * WIDTH, num = lesser(WIDTH, block.rows - v * WIDTH);
-      const Vec scale = load<F32>(block.scales, at), low = SYMMETRIC ? Vec{} : load<F32>(block.minima, at);
-      for (int i = 0; i < 2; ++i) {
-        const Vec y = SYMMETRIC ? scale * line.at[i][v] : scale * line.at[i][v] + low;
+    const Floats::Weights line = Floats::line<BITS, SYMMETRIC>(block.lines + k / 2 * (8 * BITS));
+    for (int i = 0; i < 2; ++i) {
+      Vec kept[Floats::SUMS], rows[VECTORS];
+      for (int v = 0; v < Floats::SUMS; ++v) kept[v] = line.at[v] * keeps[i];
+      Floats::rows<BITS>(kept, rows);
+      for (int v = 0; v < VECTORS && v * WIDTH < block.rows; ++v) {
+        const int64_t at = k / w.group * ROWS + v * WIDTH, num = lesser(WIDTH, block.rows - v * WIDTH);
+        const Vec scale = load<F32>(block.scales, at), low = SYMMETRIC ? Vec{} : load<F32>(block.minima, at);
+        const Vec y = SYMMETRIC ? scale * rows[v] : scale * rows[v] + low;
         store<D>(y, out, (k + i - begin) * stride + v * WIDTH, num);
       }
     }

@@ -7,10 +7,9 @@
 //
 // Arithmetic. Products and sums are fp32, whatever x is; y is rounded once, at the end. Two ways:
 //
-// - fused: every product is made of the x that was given. On CPUs of x·q, and sums of at most G' elements of a group
-// are
-//   multiplied by s; on CUDA of x·w, w as y_i of quantise.h. With u = 2^-24, c the greatest code (127, 7, 255 or 15)
-//   and G' = min(G, PIECE):
+// - fused: every product is made of the x that was given. On CPUs of x·q, and sums of at most G' elements of a group,
+//   even and odd k apart, are multiplied by s; on CUDA of x·w, w as y_i of quantise.h. With u = 2^-24, c the greatest
+//   code (127, 7, 255 or 15) and G' = min(G, PIECE):
 //     |error of y| <= (G' + ceil(K / G') + 8)·u·Σ_k |x_k| (c·s + 2 |lo|), and one rounding of y.
 //   The order of sums depends on K and G alone, neither on N, M nor on the threads, so that a row of y depends on its
 //   row of x only. It does depend on the instruction set.
