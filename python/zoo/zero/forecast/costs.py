@@ -7,13 +7,10 @@ the plan of one forward and its backward (``runtime/planning.py``) asks for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from zoo.shard.buckets import Bucket
 from zoo.shard.collectives.routes import Hop
 from zoo.shard.offload.tiers import Tier
 from zoo.shard.runtime.planning import Plan
@@ -75,54 +72,42 @@ class Forecast:
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
-def forecast(
-    buckets: Sequence[Bucket],
-    *,
-    plan: Plan,
-    reduce_dtype: torch.dtype | None,
-    optimizer_bytes: Mapping[Tier, int],
-    clips: bool,
-    others: Iterable[Hop] = (),
-) -> Forecast:
-    """Forecast a step of the given buckets.
+def forecast_step(
+    sharded: ShardedModel, updater: Updater, plan: Plan, *, clips: bool, num_alike: int
+) -> Forecast:  # fmt: skip
+    """See :meth:`zoo.zero.ZeroOptimizer.forecast`.
 
     Args:
         plan: of a forward and its backward, or of a window.
-        reduce_dtype: in which gradients are sent, None for their own.
-        optimizer_bytes: bytes of masters and optimizer states on this rank, by tier.
-        clips: whether the gradient norm is exchanged.
-        others: what a step sends beside these buckets and that.
+        clips: the step measures the norm. num_alike: numbers that ranks compare where they exchange it.
     """
-    parameters = gradients = 0
-    hops: list[Hop] = list(others)
+    buckets, states = sharded.buckets, updater.expected.num_bytes(updater.segments)
+    tiers = dict(states)
+    read, written = updater.nvme_traffic()
     for bucket in buckets:
-        parameters += bucket.kept_bytes()
-        if bucket.spec.trainable:
-            gradients += 0 if bucket.gradients_on_nvme else bucket.gradient_bytes()
-            waits = bucket.routes.axes.spans_layers  # for the step
-            hops += bucket.reduce_hops(reduce_dtype, times=1 if waits else plan.reductions)
-    for bucket, again in plan.gathers:
-        hops += bucket.gather_hops(again=again)
-    secondary = sum(bucket.secondary_bytes() for bucket in plan.secondary)
-    trainable = [b for b in buckets if b.spec.trainable]
-    for axes in dict.fromkeys(b.routes.axes for b in trainable) if clips else ():
-        of_family = [b for b in trainable if b.routes.axes is axes]
-        if of_family[0].placements.states.is_split:
-            hops.append(Hop("all_gather", axes.shard, 8 * len(of_family) * axes.shard.size))
-        apart = of_family[0].routes.apart()
-        if apart is not None:
-            hops.append(Hop("all_gather", apart, 8 * apart.size))
-        if axes.parts is not None:
-            hops.append(Hop("all_gather", axes.parts, 8 * axes.parts.size))
-    wire, intra, inter = _added(hops)
+        tiers[bucket.placements.parameters.tier] += bucket.shard_bytes() + bucket.original_bytes()
+        tiers[bucket.placements.gradients.tier] += bucket.gradient_bytes()
+        if bucket.gradients_on_nvme:
+            written += bucket.num_gradient_bytes // bucket.num_chunks
+    read += sum(b.shard_bytes() for b, again in plan.gathers if b.parameters_on_nvme and not again)
+    buffers, scratch = updater.buffer_bytes(), sharded.scratch
+    pins = sharded.config.offload_param.pin_memory or sharded.config.offload_optimizer.pin_memory
+    hops = _hops_of_step(sharded, clips=clips, num_alike=num_alike) + updater.hops()
+    wire, intra, inter = _added(hops + _hops_of_buckets(sharded, plan, clips=clips))
     return Forecast(
-        parameters_bytes=parameters,
-        gradients_bytes=gradients,
-        optimizer_bytes=sum(optimizer_bytes.values()) - optimizer_bytes[Tier.NVME],
-        secondary_bytes=secondary,
+        parameters_bytes=sum(b.kept_bytes() for b in buckets),
+        gradients_bytes=sum(0 if b.gradients_on_nvme else b.gradient_bytes() for b in buckets),
+        optimizer_bytes=sum(states.values()) - states[Tier.NVME],
+        secondary_bytes=sum(b.secondary_bytes() for b in plan.secondary),
         wire_bytes=wire,
         intra_bytes=intra,
         inter_bytes=inter,
+        tiers={tier.value: num_bytes for tier, num_bytes in tiers.items()},
+        buffers_bytes=buffers,
+        pinned_bytes=(buffers + tiers[Tier.HOST]) * pins,
+        nvme_files_bytes=scratch.nvme_bytes() if scratch is not None else 0,
+        nvme_read_bytes=read,
+        nvme_written_bytes=written,
     )
 
 
@@ -134,58 +119,24 @@ def _added(hops: Iterable[Hop]) -> list[dict[str, int]]:
     return [{op: sent for op, sent in total.items() if sent} for total in totals]
 
 
-def gathered_from_shards(plan: Plan, weigh: Callable[[Bucket], int]) -> int:
-    """Σ of a weight over the gathers of one forward and its backward that begin with the ranks' shards."""
-    return sum(weigh(bucket) for bucket, again in plan.gathers if not again)
-
-
-Gathered = Callable[[Callable[[Bucket], int]], int]
-"""Σ of a weight over the gathers of a step."""
-
-
-def tier_bytes(buckets: Iterable[Bucket], states: dict[Tier, int]) -> dict[str, int]:
-    """Model states of one rank between steps, by tier; gradients are those that the update takes."""
-    found = dict(states)
-    for bucket in buckets:
-        found[bucket.placements.parameters.tier] += bucket.shard_bytes() + bucket.original_bytes()
-        found[bucket.placements.gradients.tier] += bucket.gradient_bytes()
-    return {tier.value: num_bytes for tier, num_bytes in found.items()}
-
-
-def nvme_traffic(buckets: Sequence[Bucket], updater: Updater, gathered: Gathered) -> tuple[int, int]:
-    """Bytes that one rank reads from and writes to NVMe in one backward and one step, once states exist."""
-    read, written = updater.nvme_traffic()
-    for bucket in buckets:
-        if bucket.gradients_on_nvme:
-            written += bucket.num_gradient_bytes // bucket.num_chunks
-    return read + gathered(lambda b: b.shard_bytes() if b.parameters_on_nvme else 0), written
-
-
-def forecast_step(
-    sharded: ShardedModel, updater: Updater, plan: Plan, *, clips: bool, num_alike: int
-) -> Forecast:  # fmt: skip
-    """See :meth:`zoo.zero.ZeroOptimizer.forecast`.
-
-    Args:
-        clips: the step measures the norm. num_alike: numbers that ranks compare where they exchange it.
-    """
-    states = updater.expected.num_bytes(updater.segments)
-    found = forecast(
-        sharded.buckets,
-        plan=plan,
-        reduce_dtype=sharded.precision.reduce,
-        optimizer_bytes=states,
-        clips=clips,
-        others=_hops_of_step(sharded, clips=clips, num_alike=num_alike) + updater.hops(),
-    )
-    tiers, buffers = tier_bytes(sharded.buckets, states), updater.buffer_bytes()
-    read, written = nvme_traffic(sharded.buckets, updater, lambda weigh: gathered_from_shards(plan, weigh))
-    pins = sharded.config.offload_param.pin_memory or sharded.config.offload_optimizer.pin_memory
-    return replace(
-        found, tiers=tiers, buffers_bytes=buffers, pinned_bytes=(buffers + tiers["host"]) * pins,
-        nvme_files_bytes=sharded.scratch.nvme_bytes() if sharded.scratch is not None else 0,
-        nvme_read_bytes=read, nvme_written_bytes=written,
-    )  # fmt: skip
+def _hops_of_buckets(sharded: ShardedModel, plan: Plan, *, clips: bool) -> list[Hop]:
+    """What gradients, parameters and the norm of the gradients send."""
+    hops = list[Hop]()
+    for bucket in sharded.trainable:
+        waits = bucket.routes.axes.spans_layers  # for the step
+        hops += bucket.reduce_hops(sharded.precision.reduce, times=1 if waits else plan.reductions)
+    for bucket, again in plan.gathers:
+        hops += bucket.gather_hops(again=again)
+    for axes in dict.fromkeys(b.routes.axes for b in sharded.trainable) if clips else ():
+        of_family = [b for b in sharded.trainable if b.routes.axes is axes]
+        if of_family[0].placements.states.is_split:
+            hops.append(Hop("all_gather", axes.shard, 8 * len(of_family) * axes.shard.size))
+        apart = of_family[0].routes.apart()
+        if apart is not None:
+            hops.append(Hop("all_gather", apart, 8 * apart.size))
+        if axes.parts is not None:
+            hops.append(Hop("all_gather", axes.parts, 8 * axes.parts.size))
+    return hops
 
 
 def _hops_of_step(sharded: ShardedModel, *, clips: bool, num_alike: int) -> list[Hop]:
