@@ -24,7 +24,7 @@ from zoo.shard.buckets import Bucket
 from zoo.shard.dtensors import is_dtensor, rows_of
 from zoo.shard.roles import PARAMETER
 from zoo.zero.state.logical import gone_of, runs_of
-from zoo.zero.update.probe import Keeps
+from zoo.zero.update.expected import Keeps
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
@@ -138,8 +138,8 @@ def states_by_position(optimizer: ZeroOptimizer) -> dict[int, dict[str, Any]]:
     positions: dict[tuple[Bucket, int], int] = {}
     for position, (group, _, bucket, slot) in enumerate(members(optimizer)):
         if bucket.spec.trainable:
-            options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
-            kept = keeps.setdefault(bucket, {})[slot] = states_kept(optimizer, bucket, slot, options)
+            kept = states_kept(optimizer, bucket, slot, optimizer.param_groups[group])
+            keeps.setdefault(bucket, {})[slot] = kept
             _refuse_other_shapes(bucket.spec.names[slot], kept)
             positions[bucket, slot] = position
     numbers: dict[str, float] = {}
@@ -263,7 +263,6 @@ def _entries(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> Iterator[tup
     The groups give parameters their keys, by place.
     """
     for group, (index, here) in zip(state["param_groups"], enumerate(optimizer.param_groups), strict=True):
-        options = {key: value for key, value in group.items() if key != "params"}
         known: dict[tuple[int, torch.dtype], Keeps] = {}
         for key, parameter in zip(group["params"], here["params"], strict=True):
             bucket, slot = parameter._zoo_bucket, parameter._zoo_slot
@@ -271,7 +270,7 @@ def _entries(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> Iterator[tup
                 continue
             kind = (index, bucket.spec.dtype)
             if kind not in known:
-                known[kind] = states_kept(optimizer, bucket, slot, options)
+                known[kind] = states_kept(optimizer, bucket, slot, group)
                 _refuse_other_shapes(bucket.spec.names[slot], known[kind])
             given = state["state"].get(key) or {}
             # torch has None, and its flattened states {}, for what is not there.

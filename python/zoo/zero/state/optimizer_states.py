@@ -113,8 +113,7 @@ class OptimizerStates:
         optimizer.check_open()
         bucket, slot = parameter._zoo_bucket, parameter._zoo_slot
         group, name = bucket.spec.groups[slot], bucket.spec.names[slot]
-        options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
-        kept = states_kept(optimizer, bucket, slot, options)
+        kept = states_kept(optimizer, bucket, slot, optimizer.param_groups[group])
         numbers = {} if optimizer.inner.state else dict.fromkeys(kept.numbers, 0.0)
         for segment in optimizer.updater.segments:
             if segment.bucket is bucket and segment.group == group and any(s.name == name for s in segment.slices()):

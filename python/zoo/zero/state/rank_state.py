@@ -29,7 +29,7 @@ from zoo.zero.state.by_parameter import (
 )
 from zoo.zero.state.logical import Reader, Run, StateSlice, late_roles, runs_of, split_name
 from zoo.zero.state.same_state import refuse_others, told_of
-from zoo.zero.update.probe import Keeps
+from zoo.zero.update.expected import Keeps
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer

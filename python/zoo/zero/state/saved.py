@@ -14,7 +14,6 @@ from zoo.zero.inspection import Inspection
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
     from zoo.zero.state.optimizer_states import StatesAway
-    from zoo.zero.update.probe import Keeps
     from zoo.zero.update.segments import Segment
 
 
@@ -86,7 +85,8 @@ class SavedState(Inspection):
         for segment in self.updater.segments:
             if owned and not segment.bucket.owns(segment.chunk):
                 continue
-            for role, dtype in self._will_keep(segment).states.items():
+            keeps = self.updater.expected.with_options(segment, self.param_groups[segment.group])
+            for role, dtype in keeps.states.items():
                 for run in state_io.runs_of(segment.bucket, segment.slices()) if role != "master" else ():
                     if (run.name, role, run.start) not in there:
                         zeros = torch.zeros((), dtype=dtype).expand(run.length)
@@ -100,14 +100,10 @@ class SavedState(Inspection):
         """As :meth:`state_scalars`, with 0 for the numbers that there will be after the first step."""
         found: dict[str, float] = {}
         for segment in self.updater.segments:
-            for role in self._will_keep(segment).numbers:
+            for role in self.updater.expected.with_options(segment, self.param_groups[segment.group]).numbers:
                 runs = state_io.runs_of(segment.bucket, segment.slices())
                 found |= {f"{role}/{run.name}": 0.0 for run in runs if run.name not in segment.bucket.gone}
         return found | self.state_scalars()
-
-    def _will_keep(self, segment: Segment) -> Keeps:
-        options = {k: v for k, v in self.param_groups[segment.group].items() if k != "params"}
-        return self.updater.expected.with_options(segment, options)
 
     def named_groups(self) -> list[dict[str, Any]]:
         """The groups, with names of the whole model in the place of those parameters that the model still has."""

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from zoo.shard.offload.tiers import Tier
-from zoo.zero.update.probe import Keeps, counts_calls, kept_of, takes_found_inf, what_it_keeps
 from zoo.zero.update.segments import Segment
+from zoo.zero.update.trial import stand_in, without_params
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """What an optimizer keeps of a tensor: states with one element for each of it, and bytes of all the others.
+
+    ``numbers``: the names of those that are a single number; ``others``: the sizes of tensors of other shapes.
+    """
+
+    states: dict[str, torch.dtype]
+    scalar_bytes: int
+    numbers: frozenset[str] = frozenset()
+    others: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """Of all states beside a master, which is the parameter."""
+        return (self.states.keys() | self.numbers | self.others.keys()) - {"master"}
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Of the states."""
+        return sum(dtype.itemsize for dtype in self.states.values())
+
+
+def kept_of(tensor: torch.Tensor, entries: Mapping[str, Any]) -> Keeps:
+    """What ``entries``, the states of ``tensor``, are."""
+    kept = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
+    whole = {k: v.dtype for k, v in kept.items() if v.shape == tensor.shape}
+    numbers = {k for k, v in entries.items() if isinstance(v, (int, float)) or (k in kept and v.numel() == 1)}
+    others = {k: v.numel() for k, v in kept.items() if k not in whole and k not in numbers}
+    return Keeps(whole, sum(v.nbytes for k, v in kept.items() if k not in whole), frozenset(numbers), others)
 
 
 class ExpectedStates:
@@ -34,7 +68,7 @@ class ExpectedStates:
 
     def take(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """The groups have these options from now on."""
-        self.groups = without_params(groups)
+        self.groups = [without_params(g) for g in groups]
         self._known: dict[tuple[Any, ...], Keeps] = {}
         self._first: dict[tuple[Any, ...], Keeps] = {}
 
@@ -60,17 +94,16 @@ class ExpectedStates:
         """What is kept of a segment, and a first step with the options of ``groups`` does not make: by name one of its
         values."""
         found: dict[str, Any] = {}
-        plain = without_params(groups)
         on = [
             tuple((k, v != 0) for k, v in group.items() if k != "lr" and isinstance(v, (bool, int, float)))
-            for group in plain
+            for group in groups
         ]
         for segment in segments if not self._objects else ():
             kept = {**segment.numbers(), **segment.states()}
             shape = tuple(segment.tensor.shape) if self._unsplit else ()
             kind = segment.group, segment.tensor.dtype, shape, on[segment.group]
             if kept and kind not in self._first:
-                options = plain[segment.group]
+                options = groups[segment.group]
                 self._first[kind] = self.of_dtype(segment.group, segment.tensor.dtype, options, segment.tensor)
             found |= {name: segment.entries[name] for name in kept if name not in self._first[kind].names}
         return found
@@ -89,39 +122,69 @@ class ExpectedStates:
         Args:
             like: the parameter, for an optimizer that gets it whole.
         """
-        plain = {**self.groups[group], **options}
+        plain = {**self.groups[group], **without_params(options)}
 
-        def build(tensors: list[torch.Tensor]) -> Any:
-            return self._make([{**plain, "params": tensors}], **self._options)
+        def kept(tensor: torch.Tensor) -> Keeps:
+            optimizer = self._build([plain], [tensor])
+            tensor.grad = torch.ones_like(tensor)
+            optimizer.step()
+            return kept_of(tensor, optimizer.state[tensor])
 
         if not self._unsplit or like is None:
-            return what_it_keeps(build, dtype)
-        from zoo.zero.update.trial import stand_in
-
+            return kept(torch.ones(2, 3, dtype=dtype).requires_grad_())
         try:  # there it takes no memory
-            return what_it_keeps(build, dtype, stand_in(like, dtype, "meta"))
+            return kept(stand_in(like, dtype, "meta"))
         except Exception:
-            return what_it_keeps(build, dtype, stand_in(like, dtype, "cpu"))
+            return kept(stand_in(like, dtype, "cpu"))
+
+    def _build(self, groups: Sequence[Mapping[str, Any]], tensors: Sequence[torch.Tensor]) -> Any:
+        """One for a trial, with a tensor in each group."""
+        made = [{**group, "params": [tensor]} for group, tensor in zip(groups, tensors, strict=True)]
+        return self._make(made, **self._options)
 
     def counts_calls(self) -> bool:
-        """See :func:`~zoo.zero.update.probe.counts_calls`."""
-        return counts_calls(lambda tensors: self._make([{**self.groups[0], "params": tensors}], **self._options))
+        """Whether a step changes numbers that the optimizer has as attributes: its update cannot be cut into
+        several."""
+        tensor = torch.ones(2).requires_grad_()
+        optimizer = self._build(self.groups[:1], [tensor])
+        tensor.grad = torch.ones_like(tensor)
+        before = _numbers_of(optimizer)
+        optimizer.step()
+        return _numbers_of(optimizer) != before
 
     def takes_found_inf(self) -> bool:
-        """See :func:`~zoo.zero.update.probe.takes_found_inf`."""
+        """Whether a step with the attribute ``found_inf`` at 1 changes nothing, and at 0 what a step without it does.
 
-        def build(tensors: list[torch.Tensor]) -> Any:
-            groups = [{**group, "params": [t]} for group, t in zip(self.groups, tensors, strict=True)]
-            return self._make(groups, **self._options)
-
-        return takes_found_inf(build, len(self.groups))
+        That is how torch.amp.GradScaler tells optimizers that say ``_step_supports_amp_scaling`` (torch's with
+        fused=True, whose kernels look at it on the device). It is tried all the same: a class that is derived from one
+        of them may do more in its step.
+        """
+        found = []
+        for flags in ((None, None), (None, 0.0), (None, 0.0, 1.0)):
+            tensors = [torch.linspace(1, 2, 3).requires_grad_() for _ in self.groups]
+            optimizer = self._build(self.groups, tensors)
+            old = "grad_scaler" in inspect.signature(optimizer.step).parameters  # an earlier way to tell them
+            if old or not getattr(optimizer, "_step_supports_amp_scaling", False):
+                return False
+            for number, flag in enumerate(flags):
+                for tensor in tensors:
+                    tensor.grad = torch.linspace(-1, 3, 3) * (number + 1)
+                if flag is not None:
+                    optimizer.found_inf = torch.tensor(flag)
+                try:
+                    optimizer.step()
+                except Exception:  # whatever it says: it does not take it
+                    return False
+                if flag is not None:
+                    del optimizer.found_inf
+            found.append(_all_of(optimizer, tensors))
+        return found[0] == found[1] == found[2]
 
     def check_places(self, segments: Iterable[Segment], groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if with the options of ``groups`` other states than now are kept of some of ``segments``,
         which have places for them on NVMe."""
-        plain = without_params(groups)
         for segment in {(s.group, s.tensor.dtype): s for s in segments}.values():
-            kept = self.with_options(segment, plain[segment.group]).states
+            kept = self.with_options(segment, groups[segment.group]).states
             if kept.keys() != self.of(segment).states.keys():
                 raise ValueError(
                     f"with the options of the state {type(self.inner).__name__} keeps "
@@ -146,6 +209,13 @@ class ExpectedStates:
         return found
 
 
-def without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The options of parameter groups."""
-    return [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+def _all_of(optimizer: Any, tensors: list[torch.Tensor]) -> list[Any]:
+    """Everything that a step may change, to be compared."""
+    entries = [sorted(optimizer.state.get(t, {}).items()) for t in tensors]
+    states = [[(k, v.tolist() if isinstance(v, torch.Tensor) else repr(v)) for k, v in found] for found in entries]
+    options = [sorted((k, repr(v)) for k, v in g.items() if k != "params") for g in optimizer.param_groups]
+    return [[t.tolist() for t in tensors], states, options, _numbers_of(optimizer)]
+
+
+def _numbers_of(optimizer: Any) -> dict[str, float]:
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, (int, float))}

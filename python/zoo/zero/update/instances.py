@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.zero.update.probe import fresh, replaced
+from zoo.zero.update.probe import replaced
 from zoo.zero.update.torch_interface import OuterOptimizer
+from zoo.zero.update.trial import fresh, without_params
 
 _HOOKS = tuple(
     f"_optimizer_{method}_{when}_hooks"
@@ -134,7 +135,7 @@ def _arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _again(instance: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> Any:
-    own = {k: v for k, v in instance.param_groups[0].items() if k not in ("params", "param_names")}
+    own = without_params(instance.param_groups[0])
     try:
         return type(instance)([{**own, "params": [nn.Parameter(torch.zeros(2, 2))]}], **arguments)
     except Exception as error:

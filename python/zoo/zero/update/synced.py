@@ -18,6 +18,7 @@ from zoo.shard.collectives.routes import Hop
 from zoo.shard.offload.tiers import Tier
 from zoo.zero.update.segments import Segment
 from zoo.zero.update.tensor_collectives import BucketParts
+from zoo.zero.update.trial import without_params
 
 Tensor = torch.Tensor
 _log = logging.getLogger("zoo.zero")
@@ -25,8 +26,7 @@ _log = logging.getLogger("zoo.zero")
 
 def switch_for(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Switch:
     """What leaves gradients to an optimizer that brings ranks together by itself (``synchronises``)."""
-    plain = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-    made = optimizer([{**g, "params": [torch.zeros(2).requires_grad_()]} for g in plain], **options)
+    made = optimizer([{**without_params(g), "params": [torch.zeros(2).requires_grad_()]} for g in groups], **options)
     return Switch(codec=made.codec, unit=made.gradient_unit)
 
 

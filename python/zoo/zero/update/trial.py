@@ -13,6 +13,7 @@ whatever can be reached: attributes of the optimizer, options of its groups, and
 
 from __future__ import annotations
 
+import copy
 import math
 import types
 import weakref
@@ -25,8 +26,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.shard.quantised_parameters import class_of
-from zoo.zero.update.probe import LR, OTHER_ELEMENTS, fresh, in_trial, on_flat, step_fails
 
+LR = 1e-2
+"""The learning rate of a trial: a schedule may begin with 0, and what is multiplied by little shows little."""
 MOST_ELEMENTS = 1 << 21
 """Of all stand-ins of one trial."""
 LEAST_ELEMENTS = 1 << 8
@@ -130,7 +132,7 @@ class Trial:
                     "in flat buffers, in row-major order. Lay the parameters out so (p.data = p.data.contiguous()) "
                     "before it is constructed."
                 )
-        raise Unlike(OTHER_ELEMENTS)
+        raise Unlike("its update of an element depends on other elements, or on what a parameter is beside them")
 
     def _whole_results(
         self, groups: list[dict[str, Any]], values: Any, grads: Any, *, in_order: bool = False
@@ -148,7 +150,10 @@ class Trial:
             for grad in grads:
                 _step(optimizer, tensors, grad)
         except Exception as error:
-            raise step_fails(self._name, error) from error
+            raise NotImplementedError(
+                f"{self._name} cannot run under a ZeRO optimizer: a step ended with {type(error).__name__}: {error}. "
+                "It must work without a closure, on dense gradients."
+            ) from error
         codes = any(v.dtype in _CODES for of in optimizer.state.values() for v in _tensors_of(of))
         return [_joined(of) for of in tensors], codes
 
@@ -165,7 +170,7 @@ class Trial:
                 for grad in grads:
                     _step(optimizer, tensors, [_parts(g)[index] for g in grad])
             except Exception as error:
-                raise Unlike(on_flat(error)) from error
+                raise Unlike(f"a step on flat tensors ended with {type(error).__name__}: {error}") from error
             done.append([_joined(of) for of in tensors])
         return [torch.cat(of) for of in zip(*done, strict=True)]
 
@@ -224,6 +229,29 @@ _OF_SHAPE = frozenset({"aten::view", "aten::detach", "aten::alias", "aten::empty
 
 
 # Stand-ins -----------------------------------------------------------------------------------------------------------
+
+
+def fresh(value: Any) -> Any:
+    """A value that an optimizer may change, for a trial."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if not isinstance(value, nn.Parameter) else value
+    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
+
+
+def in_trial(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for a trial: copies, with a learning rate that shows what it does."""
+    found = {key: fresh(value) for key, value in options.items()}
+    lr = found.get("lr")
+    if isinstance(lr, torch.Tensor) and lr.numel() == 1 and lr.is_floating_point():
+        found["lr"] = torch.full_like(lr, LR)
+    elif isinstance(lr, (int, float)) and not isinstance(lr, bool):
+        found["lr"] = LR
+    return found
+
+
+def without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def _cut(shape: Sequence[int], most: int) -> tuple[int, ...]:
