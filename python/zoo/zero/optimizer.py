@@ -199,13 +199,8 @@ class ZeroOptimizer(SavedState):
         sharded.dtensors.replace_in(wrapped.groups)
         self._gradients: list[BucketGradients] = [b.gradients for b in self.buckets if b.gradients is not None]
         self.clipping.adopt(self._gradients, sharded.layers)
-        self.updater = Updater(
-            self._trainable, wrapped.make, wrapped.groups, wrapped.options,
-            sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
-            in_backward=self.config.update_in_backward, multiplies=self._scaler is not None, switch=sharded.switch,
-            everyone=sharded.everyone, unsplit=self._is_unsplit(wrapped, tried), objects=tried.objects,
-            instance=wrapped.instance, asked=tried.asked, quantises=tried.quantises,
-        )  # fmt: skip
+        unsplit = self._is_unsplit(wrapped, tried)
+        self.updater = Updater(sharded, wrapped, tried, unsplit=unsplit, multiplies=self._scaler is not None)
         self._comparison = Comparison(
             self.alike, sharded, self.clipping, self._gradients, self.updater.give_up,
             counts=not self.config.update_in_backward,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zoo.comm import Communicator
 from zoo.shard.buckets import Bucket
 from zoo.shard.collectives.routes import Hop
-from zoo.shard.offload.config import OffloadOptimizerConfig
 from zoo.shard.offload.tiers import OffloadError
 from zoo.zero.update.clipping import Factors, SkipsOnDevice
 from zoo.zero.update.expected import ExpectedStates
@@ -19,9 +17,9 @@ from zoo.zero.update.segments import Segment, cut_segments, in_pieces, updated_d
 from zoo.zero.update.tensor_collectives import BucketParts
 
 if TYPE_CHECKING:
-    from zoo.shard.collectives.compressed import Switch
-    from zoo.shard.offload.scratch import Scratch
+    from zoo.shard.sharded import ShardedModel
     from zoo.zero.update.instances import Follows
+    from zoo.zero.update.probe import Tried, Wrapped
     from zoo.zero.update.stream import StateStream
     from zoo.zero.update.synced import Meetings
 
@@ -39,38 +37,28 @@ class Updater:
     parameters, and gradients converted piece by piece.
 
     Args:
-        buckets: the trainable ones.
-        groups: the parameter groups of the user; their options, without "params", are given to the optimizer.
-        options: arguments of the optimizer.
-        sub_group_size: elements of a piece.
-        offload: where states go that live on NVMe.
-        scratch: its files.
-        in_backward: backward makes the gradients, the last buckets first, while pieces are updated.
+        sharded: the model, whose buckets that have gradients are updated.
+        wrapped: the optimizer, with its arguments and the parameter groups of the user, whose options it is given.
+        tried: what came out of trying it.
+        unsplit: it gets parameters whole and in their shapes; an instance is used where it can get the very parameters
+            of the model.
         multiplies: gradients have a loss scale; without it they take memory of their size once more.
-        switch: the optimizer brings ranks together by itself, and says there whether it wants means.
-        everyone: all ranks with this optimizer.
-        unsplit: the optimizer gets parameters whole and in their shapes.
-        objects: it treats some of them otherwise because of which they are.
-        instance: that is used where it can get the very parameters of the model.
-        asked: attributes of parameters that the optimizer looks for, and flat segments do not have.
-        quantises: it keeps states in blocks of codes, none of which shall have elements of two parameters.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any],
-        *, sub_group_size: int, offload: OffloadOptimizerConfig, scratch: Scratch | None,
-        everyone: Communicator, in_backward: bool = False, multiplies: bool = False, switch: Switch | None = None,
-        unsplit: bool = False, objects: bool = False, instance: torch.optim.Optimizer | None = None,
-        asked: Collection[str] = (), quantises: bool = False,
+        self, sharded: ShardedModel, wrapped: Wrapped, tried: Tried, *, unsplit: bool, multiplies: bool
     ) -> None:  # fmt: skip
-        self.buckets = buckets
+        buckets = self.buckets = sharded.trainable
+        optimizer, groups, options = wrapped.make, wrapped.groups, wrapped.options
+        config, scratch, switch, everyone = sharded.config, sharded.scratch, sharded.switch, sharded.everyone
+        in_backward, offload = config.update_in_backward, config.offload_optimizer
         self.broken: str | None = None
         self._outer: Sequence[dict[str, Any]] = ()
         whole = bool(getattr(optimizer, "needs_whole_tensors", False))
         self._scales = bool(getattr(optimizer, "keeps_masters", False))
         self.skips_on_device = SkipsOnDevice(self._takes_found_inf, "capturable" if self._scales else "fused")
         name = getattr(optimizer, "__name__", str(optimizer))
-        self.expected = ExpectedStates(optimizer, groups, options, unsplit=unsplit, objects=objects)
+        self.expected = ExpectedStates(optimizer, groups, options, unsplit=unsplit, objects=tried.objects)
         what = "whole tensors" if whole else "the other ranks" if switch is not None else ""
         if what and in_backward:
             raise ValueError(
@@ -79,7 +67,7 @@ class Updater:
             )
         self._optimizer = optimizer
         self.follows: Follows | None = None
-        self._unsplit, self._asked = unsplit, asked
+        self._unsplit, self._asked = unsplit, tried.asked
         fused = bool(options.get("fused") or any(group.get("fused") for group in groups))
         self.segments: list[Segment] = []
         if unsplit:
@@ -88,7 +76,7 @@ class Updater:
             self.segments += whole_segments(buckets, groups, masters=not self._scales)
         for bucket in buckets if not unsplit else ():
             self.segments += cut_segments(
-                bucket, masters=not self._scales, by_tensor=whole or quantises, in_one_pass=self._scales or fused
+                bucket, masters=not self._scales, by_tensor=whole or tried.quantises, in_one_pass=self._scales or fused
             )
         for segment in self.segments:
             if self._gradient_dtype(segment) is not segment.tensor.dtype:
@@ -101,7 +89,7 @@ class Updater:
         if self._parts is not None:
             self._parts.adopt(self.segments, buckets)
             options = {**options, "parts": self._parts} if whole else options
-        self.inner = self.expected.inner = self._build(groups, options, instance)
+        self.inner = self.expected.inner = self._build(groups, options, wrapped.instance)
         for segment in self.segments:
             segment.inner = self.inner
         self._meetings: Meetings | None = None
@@ -115,10 +103,10 @@ class Updater:
             from zoo.zero.update.stream import StateStream, needs_stream
 
             streams = needs_stream(buckets)
-        copies = multiplies and not self._scales
+        size, copies = config.sub_group_size, multiplies and not self._scales
         if not (whole or unsplit) and switch is None and self.expected.counts_calls():
-            sub_group_size = self._in_one_piece(name, streams=streams, in_backward=in_backward)
-        self._pieces = self._cut(sub_group_size, small=streams or copies, in_backward=in_backward)
+            size = self._in_one_piece(name, streams=streams, in_backward=in_backward)
+        self._pieces = self._cut(size, small=streams or copies, in_backward=in_backward)
         self._stream: StateStream | None = None
         depth = DEPTH_IN_BACKWARD if in_backward else 1
         if scratch is not None and streams:
