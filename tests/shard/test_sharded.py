@@ -154,7 +154,7 @@ def test_gradients_are_reduced_without_an_optimizer() -> None:
             (plain(torch.full((1, 8), float(r))).sum() / 2).backward()
         for bucket in sharded.buckets:
             assert bucket.gradients is not None
-            low, _ = bucket.own_range()
+            low, _ = bucket.own_range
             mine = bucket.gradients.reduced_chunk(rank)
             for piece in bucket.layout.slices(low, low + mine.numel()):
                 whole = plain.get_parameter(piece.name).grad

@@ -49,6 +49,9 @@ class Bucket:
         num_chunks: p; the layout is cut into one chunk for each rank of the shard group at every stage.
         place: which chunk this rank keeps.
         layout: where each parameter lies in the flat buffer.
+        own_range: [start, stop) of this rank's chunk in it.
+        kept_range: of the values that this rank answers for, in the dtype in which they are kept.
+        updated_chunks: those that this rank's optimizer updates.
         roles: what this rank keeps of it, by role: "parameter", "original" and "gradient" where there is one.
         scratch: buffers of offloaded state; None without.
         states: the roles that an optimizer keeps of it; None without one.
@@ -88,7 +91,10 @@ class Bucket:
         self.states: States | None = None
         self.layout = layout_of(spec, self.shard_group.size)
         self.num_chunks = self.shard_group.size
-        self._own = self.layout.shard_range(self.place, self.shard_group.size)
+        self.own_range = self.layout.shard_range(self.place, self.num_chunks)
+        states_split = placements.states.is_split
+        self.kept_range = self.own_range if states_split else (0, self.layout.size)
+        self.updated_chunks: Sequence[int] = (self.place,) if states_split else range(self.num_chunks)
         self._slots = {name: slot for slot, name in enumerate(spec.names)}
         self.device = spec.parameters[0].device
         device_type = self.device.type
@@ -229,21 +235,9 @@ class Bucket:
 
     # Chunks ----------------------------------------------------------------------------------------------------------
 
-    def own_range(self) -> tuple[int, int]:
-        """[start, stop) of this rank's chunk in the flat buffer."""
-        return self._own
-
-    def kept_range(self) -> tuple[int, int]:
-        """[start, stop) of the values that this rank answers for, in the dtype in which they are kept."""
-        return self.own_range() if self.placements.states.is_split else (0, self.layout.size)
-
     def owns(self, chunk: int) -> bool:
         """Whether checkpoints take this chunk from this rank."""
         return chunk == self.place and self.routes.axes.first_replica
-
-    def updated_chunks(self) -> Sequence[int]:
-        """The chunks this rank's optimizer updates."""
-        return [self.place] if self.placements.states.is_split else range(self.shard_group.size)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Of a flat (P,) buffer: one view for each parameter, in its shape."""
@@ -279,14 +273,14 @@ class Bucket:
     def new_shard(self) -> RoleBuffer:
         """For this rank's part of partitioned parameters."""
         tier = self.placements.parameters.tier
-        return self._new_role(PARAMETER, *self.own_range(), self.spec.dtype, tier, self.routes.pack)
+        return self._new_role(PARAMETER, *self.own_range, self.spec.dtype, tier, self.routes.pack)
 
     def new_originals(self) -> RoleBuffer:
         """For the values that this rank's parameters came with: where the masters will live that start from them, or
         where frozen parameters do."""
         placements = self.placements
         tier = placements.states.tier if self.spec.trainable else placements.parameters.tier
-        return self._new_role(ORIGINAL, *self.kept_range(), self.spec.original, tier)
+        return self._new_role(ORIGINAL, *self.kept_range, self.spec.original, tier)
 
     def new_gradient(self) -> RoleBuffer:
         """For this rank's part of the reduced gradient."""
@@ -295,7 +289,7 @@ class Bucket:
             tier = Tier.HOST
         if tier is Tier.HOST and not (self.updates_off_device and self.placements.gradients.is_split):
             tier = Tier.DEVICE
-        return self._new_role(GRADIENT, *self.own_range(), self.spec.gradient_dtype, tier)
+        return self._new_role(GRADIENT, *self.own_range, self.spec.gradient_dtype, tier)
 
     def _new_role(
         self, role: str, first: int, stop: int, dtype: torch.dtype, tier: Tier, pack: Packer | None = None
@@ -348,7 +342,7 @@ class Bucket:
         """Bytes of what frozen parameters came with, where it is kept beside them, in whatever tier."""
         if self.spec.trainable or not self.spec.keeps_originals:
             return 0
-        low, high = self.kept_range()
+        low, high = self.kept_range
         return (high - low) * self.spec.original.itemsize
 
     def kept_bytes(self) -> int:

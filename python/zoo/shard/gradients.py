@@ -63,7 +63,7 @@ class BucketGradients:
         self.travel()
         self.role = bucket.roles[GRADIENT] = bucket.new_gradient()
         # What a reduction makes here: [start, stop).
-        self._range = (0, bucket.layout.size) if bucket.routes.reduces_whole else bucket.own_range()
+        self._range = (0, bucket.layout.size) if bucket.routes.reduces_whole else bucket.own_range
         self._aside: torch.Tensor | None = None  # the sum of earlier backwards of the step, where it is not split
         self.squares: torch.Tensor | None = None
         self.reduced, self.num_changes = False, 0

@@ -92,7 +92,7 @@ class BucketParameters:
             self.bucket.routes.axes.world.broadcast(came).wait()
         if came is not self.full:
             self._round(came)
-        low, high = bucket.own_range() if bucket.partitioned else bucket.kept_range()
+        low, high = bucket.own_range if bucket.partitioned else bucket.kept_range
         self.shard = bucket.new_shard() if bucket.partitioned else RoleBuffer.within(self.full[low:high], low)
         bucket.roles[PARAMETER] = self.shard
         if source is not None:
@@ -105,7 +105,7 @@ class BucketParameters:
     def _round(self, came: torch.Tensor) -> None:
         self.full.copy_(came)
         if self.bucket.spec.keeps_originals:
-            low, high = self.bucket.kept_range()
+            low, high = self.bucket.kept_range
             self.bucket.roles[ORIGINAL] = self.bucket.new_originals()
             self.bucket.roles[ORIGINAL].set(came[low:high])
 
@@ -158,7 +158,7 @@ class BucketParameters:
         self.presence = _UNSHARDING
 
     def _gather_from_tier(self, shard: RoleBuffer) -> None:
-        low, high = self.bucket.own_range()
+        low, high = self.bucket.own_range
         own = self.full[low:high]
         if shard.values is not None:
             own.copy_(shard.values, non_blocking=True)
@@ -219,7 +219,7 @@ class BucketParameters:
             # It may lie in the memory that is gathered into: that is written when what was sent has arrived.
             self._handle = self.shard.pack.over(read).to(self.full.device).start(self.full, self._label)
             return
-        low, high = self.bucket.own_range()
+        low, high = self.bucket.own_range
         own = self.full[low:high]
         if read.device != own.device:
             own.copy_(read)
@@ -308,7 +308,7 @@ class BucketParameters:
 
     def publish(self) -> Handle:
         """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
-        low, high = self.bucket.own_range()
+        low, high = self.bucket.own_range
         return self.bucket.shard_group.all_gather(self.full, self.full[low:high], label=self._label)
 
     # One parameter, one chunk -----------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class GradientFeedback:
 
     def owed_range(self, bucket: Bucket) -> Range:
         """The chunk of this rank."""
-        return bucket.own_range()
+        return bucket.own_range
 
     def peers(self, axes: Axes) -> Communicator:
         """All ranks have a gradient."""

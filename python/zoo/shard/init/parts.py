@@ -180,7 +180,7 @@ class InitBucket(Bucket):
 
     def new_shard(self) -> RoleBuffer:
         """See :class:`~zoo.shard.buckets.Bucket`."""
-        low, high = self.own_range()
+        low, high = self.own_range
         frozen = not self.parameter.requires_grad
         return self._sharing.new_shard(self.spec, low, high - low, self.device, frozen=frozen)
 
@@ -282,7 +282,7 @@ class InitBucket(Bucket):
         full = self.parameters.full
         if full.numel():
             self.comm.broadcast(full, src).wait()
-        low, high = self.own_range()
+        low, high = self.own_range
         self.parameters.shard.pack = self._sharing.packer_of(self.spec, frozen=not self.parameter.requires_grad)
         self.parameters.shard.set(full[low:high])
         self.version = self._writes()

@@ -429,7 +429,8 @@ class Backward:
                 context.rewind()
                 context.phase = Phase.OPEN
         self.walk.visited.clear()
-        self._residency.settle(driven=False)
+        if self._partitioned:
+            self._residency.settle(driven=False)
         self.failed = False
 
     @property

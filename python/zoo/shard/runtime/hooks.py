@@ -482,7 +482,8 @@ class Runtime:
     def updated(self) -> None:
         """The parameters have other values: what is gathered is stale, and so is every forward before."""
         self.contexts.refuse_older()
-        self.residency.clear()
+        if self._has_partitioned:
+            self.residency.clear()
         for bucket in self._buckets:
             bucket.read_whole = False
 

@@ -177,7 +177,7 @@ def _joined_exact(bucket: Bucket, pieces: Pieces) -> torch.Tensor:
     """
     full, original = bucket.parameters.full, bucket.spec.original
     out = full.to(original)
-    low, high = bucket.kept_range()
+    low, high = bucket.kept_range
     for base, values in pieces:
         start, stop = max(base, low), min(base + values.numel(), high)
         if start < stop:
@@ -194,7 +194,7 @@ def parameter_rows(bucket: Bucket, slot: int) -> torch.Tensor:
     """This rank's rows of a partitioned parameter; what is gathered meanwhile is this one. Collective."""
     tensor, offset = bucket.layout.tensors[slot], bucket.layout.offsets[slot]
     whole = torch.empty(tensor.numel, dtype=bucket.spec.dtype, device=bucket.device)
-    first, last = bucket.own_range()
+    first, last = bucket.own_range
     low, high = max(first, offset), min(last, offset + tensor.numel)
     if low < high:
         whole[low - offset : high - offset].copy_(bucket.roles[PARAMETER].read(low - first, high - low))

@@ -69,7 +69,7 @@ class _Place:
 
     def own(self) -> tuple[int, int]:
         """[start, stop) of this rank's elements, in the parameter."""
-        low, high = (0, self.bucket.layout.size) if self.everywhere else self.bucket.own_range()
+        low, high = (0, self.bucket.layout.size) if self.everywhere else self.bucket.own_range
         start = min(max(self.start, low), self.stop)
         return start - self.start, max(min(self.stop, high), start) - self.start
 
@@ -112,7 +112,7 @@ def _reduced_gradients(place: _Place) -> BucketGradients | None:
 
 def _grad_pieces(gradients: BucketGradients) -> Iterator[tuple[int, torch.Tensor]]:
     bucket = gradients.bucket
-    for chunk in bucket.updated_chunks():
+    for chunk in bucket.updated_chunks:
         yield bucket.layout.shard_range(chunk, bucket.num_chunks)[0], gradients.reduced_chunk(chunk)
 
 
@@ -132,7 +132,7 @@ def _window(place: _Place, start: int, stop: int, pieces: Pieces, dtype: torch.d
     if place.everywhere or comm.size == 1:
         return out
     if stop - start == bucket.layout.size:
-        low, high = bucket.own_range()
+        low, high = bucket.own_range
         comm.all_gather(out, out[low:high], label=f"states of {bucket.label}").wait()
         return out
     share_range(bucket, out, start)
@@ -460,7 +460,7 @@ def _settable(place: _Place, gradients: BucketGradients | None) -> BucketGradien
 def _write_grad(place: _Place, gradients: BucketGradients, first: int, values: torch.Tensor) -> None:
     bucket = place.bucket
     scaled = values.to(place.dtype) * place.optimizer.loss_scale
-    for chunk in bucket.updated_chunks():
+    for chunk in bucket.updated_chunks:
         base, end = bucket.layout.shard_range(chunk, bucket.num_chunks)
         begin = place.start + first
         low, high = max(base, begin), min(end, begin + scaled.numel())

@@ -169,7 +169,7 @@ def _own_states(
     optimizer: ZeroOptimizer, bucket: Bucket, roles: Mapping[str, torch.dtype]
 ) -> tuple[dict[str, torch.Tensor], torch.device]:
     """By role what this rank updates of a bucket, flat and on the bucket's device; and where the states live."""
-    low, high = bucket.kept_range()
+    low, high = bucket.kept_range
     own = {role: torch.zeros(high - low, dtype=dtype, device=bucket.device) for role, dtype in roles.items()}
     device = bucket.device
     for first, found in optimizer.states.read(bucket):

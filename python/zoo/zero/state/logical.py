@@ -35,7 +35,7 @@ def slices_of(segments: Iterable[Segment], buckets: Sequence[Bucket], *, owned: 
         if not bucket.spec.trainable:
             if owned and not any(bucket.owns(chunk) for chunk in range(bucket.num_chunks)):
                 continue
-            low, high = bucket.own_range() if owned else bucket.kept_range()
+            low, high = bucket.own_range if owned else bucket.kept_range
             values = _frozen_values(bucket, low, high)
             yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", values, constant=True)
 
@@ -432,7 +432,7 @@ def fill_frozen(buckets: Sequence[Bucket], read: Reader) -> None:
     """Load what this rank answers for of frozen buckets, and bring it to all that have them whole. Collective."""
     handles = []
     for bucket in buckets:
-        low, high = bucket.kept_range()
+        low, high = bucket.kept_range
         with ExitStack() as opened:
             places = [opened.enter_context(role.borrow()) for role in bucket.roles.values()]
             for piece in runs_of(bucket, bucket.layout.slices(low, high)):

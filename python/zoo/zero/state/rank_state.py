@@ -146,7 +146,7 @@ def _runs(optimizer: ZeroOptimizer) -> Iterator[Run]:
         yield from runs_of(segment.bucket, segment.slices())
     for bucket in optimizer.buckets:
         if not bucket.spec.trainable:
-            yield from runs_of(bucket, bucket.layout.slices(*bucket.kept_range()))
+            yield from runs_of(bucket, bucket.layout.slices(*bucket.kept_range))
 
 
 # The entries: runs of elements, by "<role>|<name>|<start>" -----------------------------------------------------------

@@ -195,7 +195,7 @@ class Clipping:
     def _multiply(self, factor: float) -> None:
         for gradients in self._gradients:
             if gradients.reduced:  # not dropped since the step
-                for chunk in gradients.bucket.updated_chunks():
+                for chunk in gradients.bucket.updated_chunks:
                     with gradients.edited(chunk) as mean:
                         mean.mul_(factor)
 

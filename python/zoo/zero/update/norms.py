@@ -129,7 +129,7 @@ class Tally:
 def _is_alone(axes: Axes, gradients: Sequence[BucketGradients]) -> bool:
     """Whether every rank has the whole gradients of a family, and measures them by itself."""
     bucket = next(g.bucket for g in gradients if g.bucket.routes.axes is axes)
-    whole = len(bucket.updated_chunks()) == axes.shard.size
+    whole = len(bucket.updated_chunks) == axes.shard.size
     return whole and axes.parts is None and bucket.routes.apart() is None
 
 
@@ -144,7 +144,7 @@ def _powers(
     """Σ |g|^p over the parameters of one family, or max |g|."""
     mine = [g for g in gradients if g.bucket.routes.axes is axes]
     none = torch.zeros(len(mine), dtype=torch.float64, device=mine[0].bucket.device)
-    chunks = [none if absent else powers_of(mine, c, p) for c in mine[0].bucket.updated_chunks()]
+    chunks = [none if absent else powers_of(mine, c, p) for c in mine[0].bucket.updated_chunks]
     each = torch.cat(chunks)
     if len(chunks) < axes.shard.size:
         ridden = tally.ride(axes.shard, each) if tally is not None else None

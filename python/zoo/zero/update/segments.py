@@ -187,7 +187,7 @@ def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool, in_one_pass:
     most = CACHED_BYTES // dtype.itemsize if caches else max(length, 1)
     ranges = list(_tensor_ranges(bucket) if by_tensor else _group_ranges(bucket))
     segments = []
-    for chunk in bucket.updated_chunks():
+    for chunk in bucket.updated_chunks:
         base = chunk * length
         make = _Maker(bucket, chunk, dtype)
         for group, low, high in ranges:
@@ -237,7 +237,7 @@ def original_of(bucket: Bucket, chunk: int, start: int, stop: int) -> torch.Tens
     originals = bucket.roles.get(ORIGINAL)
     if originals is None or originals.values is None:
         return None
-    base = bucket.layout.shard_range(chunk, bucket.num_chunks)[0] - bucket.kept_range()[0]
+    base = bucket.layout.shard_range(chunk, bucket.num_chunks)[0] - bucket.kept_range[0]
     # Detached it is no view: what a view is of would keep the memory when the master goes to another.
     return originals.values[base + start : base + stop].detach()
 

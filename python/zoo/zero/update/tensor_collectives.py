@@ -146,7 +146,7 @@ class BucketParts:
         handles = []
         for bucket, buffer in flat.items():
             if bucket.placements.states.is_split:
-                mine = buffer[slice(*bucket.own_range())]
+                mine = buffer[slice(*bucket.own_range)]
                 handles.append(bucket.shard_group.all_gather(buffer, mine, label=f"directions of {bucket.label}"))
         for handle in handles:
             handle.wait()

@@ -96,7 +96,7 @@ def ds_tensor(parameter: Any) -> torch.Tensor:
     bucket, slot = parameter._zoo_bucket, parameter._zoo_slot
     start = bucket.layout.offsets[slot]
     stop = start + ds_numel(parameter)
-    low, high = bucket.own_range()
+    low, high = bucket.own_range
     begin, end = min(max(start, low), stop), max(min(stop, high), start)
     role = bucket.roles["parameter"]
     found: Any = (
