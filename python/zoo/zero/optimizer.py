@@ -8,7 +8,9 @@ Symbols: Ψ parameters, N data-parallel ranks, K bytes of optimizer state a para
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -44,7 +46,7 @@ from zoo.zero.update.clipping import (
     Outcome,
     make_scaler,
 )
-from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
+from zoo.zero.update.in_backward import UpdateInBackward
 from zoo.zero.update.instances import retire
 from zoo.zero.update.norms import Tally
 from zoo.zero.update.probe import Tried, Wrapped, try_out
@@ -210,7 +212,9 @@ class ZeroOptimizer(SavedState):
             UpdateInBackward(self.updater, self._options_of_update, self._publish, self.take_writes)
             if self.config.update_in_backward else None
         )  # fmt: skip
-        self.runtime.reductions.follower = self._in_backward or UpdateInStep(self.updater, self)
+        reductions, early = self.runtime.reductions, self._in_backward
+        reductions.follower = early
+        reductions.begins = partial(self.updater.expect, weakref.ref(self)) if early is None else early.begin
         self.runtime.backward.scale = self.loss_scale
         late = self._reads_late
         self._late = sharded.buckets[0].device.type == "cuda" if late is None else late

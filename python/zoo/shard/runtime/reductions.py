@@ -19,10 +19,7 @@ from zoo.shard.runtime.executor import Executor
 
 
 class Follower(Protocol):
-    """Who makes use of reduced gradients. Called at the same points of the program on every rank."""
-
-    def begin(self) -> None:
-        """A backward that reduces has started."""
+    """Who uses reduced gradients before backward ends. Called at the same points of the program on every rank."""
 
     def reduced(self, bucket: Bucket) -> None:
         """The gradient of ``bucket`` is the mean over all ranks now."""
@@ -42,6 +39,10 @@ class Reductions:
         executor: reduces them.
         reduce_dtype: dtype in which gradients travel, None for their own.
         num_in_flight: reductions under way before the oldest is waited for.
+
+    Attributes:
+        begins: called when a backward that reduces has started.
+        follower: is told of each gradient that is reduced.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Reductions:
         num_in_flight: int = 2,
     ) -> None:  # fmt: skip
         self._executor = executor
+        self.begins: Callable[[], None] | None = None
         self.follower: Follower | None = None
         every = [b.gradients for b in reversed(buckets) if b.gradients is not None]
         self._all = [g for g in every if not g.bucket.routes.axes.spans_layers]
@@ -63,8 +65,8 @@ class Reductions:
         """A backward that reduces starts."""
         self._next = 0
         if not self._begun:
-            if self.follower is not None:
-                self.follower.begin()
+            if self.begins is not None:
+                self.begins()
             self._begun = True
 
     def launch_ready(self, is_over: Callable[[Bucket], bool]) -> None:

@@ -12,8 +12,6 @@ meanwhile.
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,31 +23,6 @@ from zoo.zero.update.updater import Updater
 
 PATIENCE = 1
 """Pieces whose gradients are there while their states are still on the way, before backward waits for the device."""
-
-
-class UpdateInStep:
-    """The update comes with ``step()``; only the buffers of the one before have to be free when gradients need them."""
-
-    def __init__(self, updater: Updater, optimizer: torch.optim.Optimizer) -> None:
-        # A model keeps who follows its reductions, and must not keep its optimizer by that.
-        self._updater, self._optimizer = updater, weakref.ref(optimizer)
-
-    def begin(self) -> None:
-        """A backward that reduces starts: what the latest update wrote is on its device now."""
-        self._updater.settle()
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            with contextlib.suppress(ValueError):  # which the step will say
-                self._updater.decide(optimizer.param_groups)
-
-    def reduced(self, bucket: Bucket) -> None:
-        """Nothing happens yet."""
-
-    def finish(self) -> None:
-        """Nothing happens yet."""
-
-    def abandon(self) -> None:
-        """Nothing has happened."""
 
 
 class UpdateInBackward:

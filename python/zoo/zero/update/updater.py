@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -306,6 +307,17 @@ class Updater:
         self.check_whole()
         self._finish_writes()
         self.drop_read()
+
+    def expect(self, optimizer: weakref.ref[torch.optim.Optimizer]) -> None:
+        """A backward that reduces starts: what the latest update wrote is on its device now.
+
+        A model keeps this, and must not keep its ``optimizer`` by it.
+        """
+        self.settle()
+        owner = optimizer()
+        if owner is not None:
+            with contextlib.suppress(ValueError):  # which the step will say
+                self.decide(owner.param_groups)
 
     def read_ahead(self) -> None:
         """What the first pieces of the next step need may come in by now."""
