@@ -279,7 +279,7 @@ def test_whole_tensors_and_dtensors_are_loaded_into_the_module() -> None:
         model.load_state_dict(given)
         with torch.no_grad():
             model.pair.bias.fill_(5.0)  # type: ignore[operator]
-        optimizer.take_writes()
+        optimizer.sharded.writes.take()
         assert bool((safe_get_full_fp32_param(model.pair._parameters["rows"]) == 4).all())
         return states(optimizer)
 

@@ -17,13 +17,10 @@ from zoo.zero.update.torch_interface import OuterOptimizer
 if TYPE_CHECKING:
     from zoo.shard.buckets import Bucket
     from zoo.shard.collectives.feedback import Feedback
-    from zoo.shard.gradients import BucketGradients
-    from zoo.shard.runtime.hooks import Runtime
     from zoo.shard.runtime.planning import Drive
-    from zoo.shard.sharded import ShardedModel
     from zoo.zero.forecast.costs import Forecast
     from zoo.zero.update.alike import Alike
-    from zoo.zero.update.clipping import Clipping, LossScaler, Outcome
+    from zoo.zero.update.clipping import LossScaler
     from zoo.zero.update.in_backward import UpdateInBackward
     from zoo.zero.update.updater import Updater
 
@@ -34,58 +31,21 @@ class Inspection(OuterOptimizer):
     What depends on the norm of the latest step's gradients waits for it, where the step has not (:meth:`read_outcome`).
 
     Attributes:
-        num_updates: that all ranks have made together; of a state that was loaded, at least its own.
-        outcome: of the latest step, while nobody has read it; else None.
         buckets: what travels and lives together. updater: the wrapped optimizer on this rank's segments.
-        runtime: what gathers, releases and reduces.
     """
-
-    num_updates: int
-    outcome: Outcome | None = None
 
     model: nn.Module
     comm: Communicator
     config: ZeroConfig
-    sharded: ShardedModel
     inner: Any
-    clipping: Clipping
-    runtime: Runtime
     updater: Updater
     alike: Alike
     buckets: Sequence[Bucket]
-    _scaler: LossScaler | None
     _in_backward: UpdateInBackward | None
     _trainable: list[Bucket]
-    _gradients: list[BucketGradients]
     _feedback: list[Feedback]
 
-    def check_open(self) -> None:
-        """Raise ValueError after :meth:`~zoo.zero.ZeroOptimizer.close`."""
-        if self.sharded.closed:
-            raise ValueError("this optimizer was closed: the model is an ordinary one again. Construct a new one.")
-
-    def take_writes(self) -> None:
-        """Take over what was written into parameters; see :mod:`zoo.shard.values.writes`.
-
-        Raises:
-            RuntimeError: something that was written is lost.
-        """
-        self.sharded.writes.take()
-
     # What the latest step came to ----------------------------------------------------------------------------------
-
-    def read_outcome(self) -> None:
-        """Wait for what the latest step came to, where it has not waited itself: the norm and the tally.
-
-        What follows from them happens here: the loss scale moves, and gradients that were kept get the new one.
-        Everything that needs it calls this; a second call does nothing. Starts no collective.
-        """
-        outcome, self.outcome = self.outcome, None
-        if outcome is not None:
-            if not self.clipping.learn(outcome) and outcome.made:
-                self.num_updates -= 1  # it was counted before that was known
-            self.clipping.rescale()
-            self.runtime.backward.scale = self.loss_scale
 
     @property
     def grad_norm(self) -> float | None:
@@ -117,14 +77,6 @@ class Inspection(OuterOptimizer):
         self.read_outcome()
         return self._scaler
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor :meth:`~zoo.zero.ZeroOptimizer.backward` multiplies the loss by; 1.0 without loss scaling."""
-        if self._scaler is None:
-            return 1.0
-        self.read_outcome()
-        return self._scaler.scale
-
     # Gradients -----------------------------------------------------------------------------------------------------
 
     @property
@@ -132,28 +84,11 @@ class Inspection(OuterOptimizer):
         """There are gradients since ``zero_grad``, on this rank, reduced or not."""
         return any(g.reduced or g.phase is not GradientPhase.IDLE for g in self._gradients)
 
-    def _has_gradients(self) -> bool:
-        """There is something to step with; what was dropped one by one counts as zero then."""
-        for gradients in self._gradients:
-            gradients.check_strays()
-        here = self.runtime.reduced and any(g.reduced for g in self._gradients)
-        if not self.sharded.on_any_layer(here):
-            self.runtime.reduced = False
-            return False
-        for gradients in self._gradients:
-            gradients.make_zero()
-        return True
-
     def settle_gradients(self) -> None:
         """Reduce what ``no_sync()`` left on each rank, unless that is an update. Collective if there is any."""
         self.read_outcome()  # gradients that were kept may get another scale
         if self._in_backward is None:
             self._settle()
-
-    def _settle(self) -> None:
-        if self.runtime.unreduced and not any(g.phase is GradientPhase.ACCUMULATING for g in self._gradients):
-            self.runtime.unreduced = False  # the model's zero_grad() dropped it all
-        self.sharded.reduce()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:

@@ -209,7 +209,7 @@ class ZeroOptimizer(SavedState):
         )  # fmt: skip
         self.clipping.refuses = self._comparison.refuse
         self._in_backward = (
-            UpdateInBackward(self.updater, self._options_of_update, self._publish, self.take_writes)
+            UpdateInBackward(self.updater, self._options_of_update, self._publish, self.sharded.writes.take)
             if self.config.update_in_backward else None
         )  # fmt: skip
         reductions, early = self.runtime.reductions, self._in_backward
@@ -342,7 +342,7 @@ class ZeroOptimizer(SavedState):
         self.updater.check_whole()
         self.runtime.check()
         self.sharded.members.check()
-        self.take_writes()
+        self.sharded.writes.take()
         self.sharded.wait_for_layers()
         self._settle()
         self.sharded.sync_buffers()

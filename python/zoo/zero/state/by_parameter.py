@@ -133,7 +133,7 @@ def states_by_position(optimizer: ZeroOptimizer) -> dict[int, dict[str, Any]]:
     optimizer.check_groups()
     optimizer.sharded.settle()
     optimizer.sharded.members.check()
-    optimizer.take_writes()
+    optimizer.sharded.writes.take()
     keeps: dict[Bucket, dict[int, Keeps]] = {}
     positions: dict[tuple[Bucket, int], int] = {}
     for position, (group, _, bucket, slot) in enumerate(members(optimizer)):

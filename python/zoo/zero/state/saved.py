@@ -187,7 +187,7 @@ class SavedState(Inspection):
         self.check_open()
         self.read_outcome()
         self.sharded.members.check()
-        self.take_writes()
+        self.sharded.writes.take()
         self.updater.settle()
         found = list(state_io.slices_of(self.updater.segments, self.buckets, owned=owned))
         if owned and self.updater.apart:

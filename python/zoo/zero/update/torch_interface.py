@@ -1,11 +1,20 @@
-"""The side of a ZeRO optimizer that torch's users know: its groups and its states, which are not theirs to replace."""
+"""The side of a ZeRO optimizer that torch's users know: its groups and its states, which are not theirs to replace; and
+what each step and everything beside it ask of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+
+from zoo.shard.gradients import GradientPhase
+
+if TYPE_CHECKING:
+    from zoo.shard.gradients import BucketGradients
+    from zoo.shard.runtime.hooks import Runtime
+    from zoo.shard.sharded import ShardedModel
+    from zoo.zero.update.clipping import Clipping, LossScaler, Outcome
 
 Look = Callable[[Any], tuple[Sequence[str], Mapping[str, float]]]
 _INSTEAD = (
@@ -109,8 +118,21 @@ def _refuse(use: str, key: object, state: str) -> NoReturn:
 
 
 class OuterOptimizer(torch.optim.Optimizer):
-    """Takes its groups once, from :meth:`seal` on, and shows the states of the optimizer that it wraps."""
+    """Takes its groups once, from :meth:`seal` on, and shows the states of the optimizer that it wraps.
 
+    Attributes:
+        num_updates: that all ranks have made together; of a state that was loaded, at least its own.
+        outcome: of the latest step, while nobody has read it; else None.
+        sharded: the model. runtime: what gathers, releases and reduces. clipping: what a step multiplies by.
+    """
+
+    num_updates: int
+    outcome: Outcome | None = None
+    sharded: ShardedModel
+    runtime: Runtime
+    clipping: Clipping
+    _scaler: LossScaler | None
+    _gradients: list[BucketGradients]
     _kept: ParameterStates | None = None
     _lists: tuple[tuple[list[torch.Tensor], int], ...] = ()
 
@@ -171,3 +193,48 @@ class OuterOptimizer(torch.optim.Optimizer):
             "out in groups at construction. Put the list back, give the groups to a new optimizer (params=...), or "
             "leave parameters out for a while by the options of a group of their own (lr=0.0, weight_decay=0.0)."
         )
+
+    # What each step asks ---------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise ValueError after :meth:`~zoo.zero.ZeroOptimizer.close`."""
+        if self.sharded.closed:
+            raise ValueError("this optimizer was closed: the model is an ordinary one again. Construct a new one.")
+
+    def read_outcome(self) -> None:
+        """Wait for what the latest step came to, where it has not waited itself: the norm and the tally.
+
+        What follows from them happens here: the loss scale moves, and gradients that were kept get the new one.
+        Everything that needs it calls this; a second call does nothing. Starts no collective.
+        """
+        outcome, self.outcome = self.outcome, None
+        if outcome is not None:
+            if not self.clipping.learn(outcome) and outcome.made:
+                self.num_updates -= 1  # it was counted before that was known
+            self.clipping.rescale()
+            self.runtime.backward.scale = self.loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor :meth:`~zoo.zero.ZeroOptimizer.backward` multiplies the loss by; 1.0 without loss scaling."""
+        if self._scaler is None:
+            return 1.0
+        self.read_outcome()
+        return self._scaler.scale
+
+    def _has_gradients(self) -> bool:
+        """There is something to step with; what was dropped one by one counts as zero then."""
+        for gradients in self._gradients:
+            gradients.check_strays()
+        here = self.runtime.reduced and any(g.reduced for g in self._gradients)
+        if not self.sharded.on_any_layer(here):
+            self.runtime.reduced = False
+            return False
+        for gradients in self._gradients:
+            gradients.make_zero()
+        return True
+
+    def _settle(self) -> None:
+        if self.runtime.unreduced and not any(g.phase is GradientPhase.ACCUMULATING for g in self._gradients):
+            self.runtime.unreduced = False  # the model's zero_grad() dropped it all
+        self.sharded.reduce()
