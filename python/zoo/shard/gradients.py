@@ -18,8 +18,7 @@ import torch
 from zoo.comm import Handle, advance
 from zoo.shard.guard import CAN_REFUSE_STORAGE, allow_storage, grad_dtype, has_raw_grad, raw_grad, refuse_storage
 from zoo.shard.partitioned import PartitionedAccessError, PartitionedGradient, WholeGradient
-from zoo.shard.powers import power_of
-from zoo.shard.roles import GRADIENT
+from zoo.shard.roles import GRADIENT, power_of
 
 if TYPE_CHECKING:
     from zoo.shard.buckets import Bucket

@@ -13,7 +13,8 @@ Legend: n elements of this rank, those from ``first`` on of the bucket's flat bu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -354,3 +355,27 @@ class Loan:
     def store(self, *, urgent: bool = True) -> None:
         """Begin to bring the values back."""
         self._future = self._role.begin_write(self.values, self._start, urgent=urgent)
+
+
+# Powers of a role's elements, of which norms are made.
+
+
+def power_of(chunk: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    """Σ |g|^p, or the largest |g| for p = infinity; computed in fp64, where the squares of shorter types are exact."""
+    if math.isinf(p):
+        largest: torch.Tensor = torch.linalg.vector_norm(chunk, p)
+        return largest.double()
+    if p == 2.0:
+        return sums_of_squares([chunk])[0]
+    sizes = chunk.abs()
+    return sizes.sum(dtype=torch.float64) if p == 1.0 else sizes.double().pow_(p).sum()
+
+
+def sums_of_squares(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """By the kernel, whose bits depend on neither threads nor instruction set, where zoo-kernels is installed."""
+    try:
+        from zoo.kernels.norm.ops import sum_squares
+    except ImportError:
+        return torch.stack([chunk.double().square().sum() for chunk in chunks])
+    found: torch.Tensor = sum_squares(chunks)
+    return found

@@ -12,7 +12,7 @@ import torch
 from zoo.comm import Communicator
 from zoo.shard.gradients import BucketGradients
 from zoo.shard.placement.axes import Axes
-from zoo.shard.powers import power_of, sums_of_squares
+from zoo.shard.roles import power_of, sums_of_squares
 
 
 def global_norm(
