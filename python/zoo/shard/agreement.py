@@ -49,6 +49,17 @@ def described(value: Any) -> str:
     return type(value).__name__
 
 
+def short_digest(value: Any) -> str:
+    """16 letters that stand for a value, as its ``repr`` has it."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0, 1 and 3 more"."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
+
+
 def of_object(value: Any, is_part: Callable[[Any], bool] = lambda _: False) -> str:
     """An object of the user's as ranks compare it: its class and its numbers and texts, and so what it is made of.
 
@@ -100,7 +111,7 @@ def agree(
         RankFailedError: some rank has failed before it came here, with what it raises.
     """
     mine = {PARAMETERS: layout} | {k: described(v) for k, v in arguments.items()}
-    digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=8).hexdigest()
+    digest = short_digest(sorted(mine.items()))
     try:
         agree_none_failed(comm, CONSTRUCTION, alike=f"with parameters and options {digest}")
     except CollectiveMismatchError as error:
@@ -109,7 +120,7 @@ def agree(
         dist.all_gather_object(everyone, mine, group=comm.group)
         names = dict.fromkeys(name for given in everyone for name in given)
         differing = [name for name in names if len({given.get(name) for given in everyone}) > 1]
-        told = [_told(name, [given.get(name) for given in everyone]) for name in differing[:5]]
+        told = [told_by_rank(name, [given.get(name) for given in everyone]) for name in differing[:5]]
         if PARAMETERS in differing:
             told[0] = _told_of_models(comm, parameters()) or told[0]
         raise CollectiveMismatchError(
@@ -125,19 +136,17 @@ def _told_of_models(comm: Communicator, mine: Mapping[str, str]) -> str:
     differing = [name for name in names if len({given.get(name) for given in everyone}) > 1]
     if not differing:
         return ""
-    first = _told(repr(differing[0]), [given.get(differing[0], "not there") for given in everyone])
+    first = told_by_rank(repr(differing[0]), [given.get(differing[0], "not there") for given in everyone])
     more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
     return f"{PARAMETERS}: {first.replace(': ', ' is ', 1)}{more}"
 
 
-def _told(name: str, values: Sequence[str | None]) -> str:
+def told_by_rank(name: str, values: Sequence[str | None], ranks: Sequence[int] | None = None) -> str:
+    """Which ranks (default: 0, 1, ...) have which value."""
     by_value: dict[str | None, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
         by_value.setdefault(value, []).append(rank)
-    parts = [
-        f"{'not given' if value is None else value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        for value, ranks in by_value.items()
-    ]
+    parts = [f"{'not given' if value is None else value} on {listed(of)}" for value, of in by_value.items()]
     return f"{name}: {', '.join(parts)}"
 
 
@@ -202,11 +211,11 @@ def _settle(everyone: list[KernelUse], *, first: bool) -> None:
     from zoo.kernels.building import BuildError
 
     why = "; ".join(f"rank {rank}: {each.why}" for rank, each in enumerate(everyone) if not each.usable)
-    demanding = [str(rank) for rank, each in enumerate(everyone) if each.required]
+    demanding = [rank for rank, each in enumerate(everyone) if each.required]
     if demanding:
         raise BuildError(
-            f"ZOO_KERNELS=native on rank{'s' * (len(demanding) > 1)} {', '.join(demanding)}, and some ranks cannot use "
-            f"compiled kernels; repair that, or start all ranks with ZOO_KERNELS=auto: {why}"
+            f"ZOO_KERNELS=native on {listed(demanding)}, and some ranks cannot use compiled kernels; repair that, or "
+            f"start all ranks with ZOO_KERNELS=auto: {why}"
         )
     loading.set_mode("reference")
     if first:

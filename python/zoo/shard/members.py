@@ -7,7 +7,6 @@ name that it has in the model now (:meth:`Bucket.logical`, :meth:`Bucket.called`
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from operator import is_
@@ -17,6 +16,7 @@ from torch import nn
 
 from zoo.comm import Communicator, together
 from zoo.layout import logical_name
+from zoo.shard.agreement import listed, short_digest
 from zoo.shard.buckets import Bucket
 
 
@@ -80,7 +80,7 @@ class Members:
             # Of what is a part along mesh axes other ranks of `data` have other names.
             buckets = sorted(self._buckets, key=lambda bucket: bucket.index)
             names = [f"{len(b.in_model())} parts" if b.spec.axes else ", ".join(b.in_model()) for b in buckets]
-            return tuple(data.ranks), hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
+            return tuple(data.ranks), short_digest(names)
 
         everyone = together(comm, what, found, error=lambda text, ranks: ValueError(text), plain=ValueError)
         for group in {ranks for ranks, _ in everyone}:
@@ -88,8 +88,8 @@ class Members:
             if len(set(kinds)) > 1:
                 other = [rank for rank, digest in zip(group, kinds, strict=True) if digest != kinds[0]]
                 raise ValueError(
-                    f"{what} failed: since construction the model of rank{'s' * (len(other) > 1)} "
-                    f"{', '.join(map(str, other))} was changed otherwise than that of rank {group[0]}: its parameters "
+                    f"{what} failed: since construction the model of {listed(other)} was"
+                    f" changed otherwise than that of rank {group[0]}: its parameters "
                     "have other names. Swap, remove, rename or tie layers on all ranks alike."
                 )
 

@@ -27,7 +27,6 @@ A buffer that is a part along mesh axes (an expert's) goes between the ranks tha
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -36,6 +35,7 @@ from torch import nn
 
 from zoo.comm import Handle
 from zoo.layout import split_of
+from zoo.shard.agreement import short_digest
 from zoo.shard.collectives.routes import Hop
 from zoo.shard.dtensors import is_dtensor
 from zoo.shard.placement.axes import Axes
@@ -81,7 +81,7 @@ class ModuleBuffers:
         self._module, self._mode, self._families = module, mode, families
         found = self._found()
         described = [(str(key[1]), [tuple(b.shape) for b in buffers]) for key, buffers in found.items()]
-        digest = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
+        digest = short_digest(described)
         if found:
             device = next(iter(found))[2]
             families[()].world.agree("buffers of the model", digest, device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import sys
 import threading
 import weakref
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from zoo.layout import split_of
+from zoo.shard.agreement import short_digest
 from zoo.shard.init.materialise import Materialiser
 from zoo.shard.init.parts import SET_DATA, InitBucket, part_of
 from zoo.shard.init.sharing import Sharing
@@ -279,7 +279,7 @@ class Session:
         if not self._sharing.quantised_frozen:
             return
         found = {n: p for root in roots for n, p in root.named_parameters() if not p.requires_grad}
-        digest = hashlib.blake2b(repr(list(found)).encode(), digest_size=8).hexdigest()
+        digest = short_digest(list(found))
         self.comm.agree("frozen parameters at the end of an Init:", f"{len(found)} ({digest})")
         for parameter in found.values():
             part = part_of(parameter)

@@ -4,7 +4,6 @@ the rows that were touched. Nothing is communicated, and no memory moves.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from zoo.layout import logical_name, split_of
+from zoo.shard.agreement import short_digest
 from zoo.shard.placement.families import family_of
 from zoo.shard.placement.packing import BucketSpec, plan_buckets
 from zoo.shard.placement.precision import COMPUTES, Precision
@@ -47,7 +47,7 @@ def plan_model(
         (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes, b.row)
         for b in plan
     ]  # fmt: skip
-    return specs, plan, hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
+    return specs, plan, short_digest(described)
 
 
 def _size(mesh: Any, parameter: nn.Parameter) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator, RankFailedError
+from zoo.shard.agreement import short_digest
 from zoo.shard.buckets import Bucket
 from zoo.shard.guard import ShardedParameter
 from zoo.shard.runtime.external import register_external_parameter
@@ -175,7 +175,7 @@ class GatheredParameters:
                     f"GatheredParameters got modifier_rank={self._modifier}; the group has ranks 0 to {comm.size - 1}."
                 )
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            digest = hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
+            digest = short_digest(names)
             comm.agree(
                 "GatheredParameters of", f"{len(names)} ({shown}; {digest}), modifier_rank {self._modifier}", device
             )

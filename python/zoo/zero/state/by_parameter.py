@@ -10,7 +10,6 @@ Legend: p ranks of a shard group; a tensor of n rows, of which rank r has [r·k,
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import together
-from zoo.shard.agreement import described
+from zoo.shard.agreement import described, short_digest
 from zoo.shard.buckets import Bucket
 from zoo.shard.dtensors import is_dtensor, rows_of
 from zoo.shard.roles import PARAMETER
@@ -332,7 +331,7 @@ def _check(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> str:
         if (kept.states.keys() | kept.numbers) - {MASTER}:
             (full if entry.keys() - {MASTER} else empty).append(bucket.called(slot))
     check_all_or_none(optimizer, full, empty)
-    return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
+    return short_digest(told)
 
 
 def check_options(optimizer: ZeroOptimizer, groups: list[dict[str, Any]]) -> None:

@@ -6,12 +6,12 @@ What only one rank holds, nothing can be compared with.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zoo.shard.agreement import listed, short_digest
 from zoo.shard.values.writes import digest_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def refuse_others(optimizer: ZeroOptimizer, told: Mapping[str, str], moment: int
     everyone, replicas = optimizer.sharded.everyone, tuple(optimizer.comm.ranks)
     if everyone.size == 1:
         return
-    digest = hashlib.blake2b(repr(sorted(told.items())).encode(), digest_size=8).hexdigest()
+    digest = short_digest(sorted(told.items()))
     every = everyone.all_gather_object((replicas, moment, digest))
     # Ranks with other layers, or other parts along mesh axes, are of other groups.
     groups = {group: [rank for rank, (of, _, _) in enumerate(every) if of == group] for group, _, _ in every}
@@ -50,7 +50,7 @@ def refuse_others(optimizer: ZeroOptimizer, told: Mapping[str, str], moment: int
         if len(set(moments)) > 1:
             others = [rank for rank, found in zip(ranks, moments, strict=True) if found != moments[0]]
             raise ValueError(
-                f"loading a state_dict failed: {_listed(others)} gave a state of another moment than rank {ranks[0]}: "
+                f"loading a state_dict failed: {listed(others)} gave a state of another moment than rank {ranks[0]}: "
                 f"after {' and '.join(_updates(n) for n in dict.fromkeys(moments))}. {_HOW}"
             )
     if all(len({every[rank][2] for rank in ranks}) == 1 for ranks in groups.values()):
@@ -71,15 +71,10 @@ def _compare(ranks: Sequence[int], states: Sequence[Mapping[str, str]]) -> None:
     shown, (at, value) = names[0], first[names[0]]
     others = [r for r, state in zip(ranks, states, strict=True) if state.get(shown, value) != value]
     raise ValueError(
-        f"loading a state_dict failed: {_listed(others)} gave other values than rank {at}, of {len(names)} states, "
+        f"loading a state_dict failed: {listed(others)} gave other values than rank {at}, of {len(names)} states, "
         f"such as {shown}. {_HOW}"
     )
 
 
 def _updates(number: int | None) -> str:
     return "an unknown number of updates" if number is None else f"{number} update{'s' * (number != 1)}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import CollectiveMismatchError
-from zoo.shard.agreement import described
+from zoo.shard.agreement import described, listed, told_by_rank
 from zoo.zero.update.norms import Tally
 
 if TYPE_CHECKING:
@@ -122,18 +122,13 @@ class Alike:
         )
 
     def _of(self, name: str, values: list[float], ranks: Sequence[int]) -> str:
-        by_value: dict[float, list[int]] = {}
-        for rank, value in zip(ranks, values, strict=True):
-            by_value.setdefault(value, []).append(rank)
         if name in self._shown:
-            return f"{name}: " + ", ".join(
-                f"{int(value) if value.is_integer() else value} on {_listed(of)}" for value, of in by_value.items()
-            )
-        others = sorted(rank for of in list(by_value.values())[1:] for rank in of)
+            return told_by_rank(name, [str(int(v) if v.is_integer() else v) for v in values], ranks)
+        others = [rank for rank, value in zip(ranks, values, strict=True) if value != values[0]]
         if name not in self._options:
-            return f"{name}: {_listed(others)} wrote others than rank {ranks[0]}"
+            return f"{name}: {listed(others)} wrote others than rank {ranks[0]}"
         here = ", ".join(described(group.get(name)) for group in self._groups)
-        return f"{name} ({here} in the groups of this rank): {_listed(others)} other than rank {ranks[0]}"
+        return f"{name} ({here} in the groups of this rank): {listed(others)} other than rank {ranks[0]}"
 
 
 class Comparison:
@@ -215,11 +210,6 @@ def how_to_be_alike(told: str) -> str:
         "Give all ranks the same, and call step() again; what sets an option from a loss or a metric has to see the "
         "same number on all ranks, such as its mean."
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def _on_device(value: Any) -> bool:
