@@ -25,7 +25,7 @@ from zoo.comm.compression import Codec, ReduceLeg, TwoStep
 from zoo.comm.handles import DONE
 from zoo.layout import FlatLayout
 from zoo.shard.collectives.feedback import Feedback, GradientFeedback, Range
-from zoo.shard.collectives.routes import FlatReduce, Hop, Reduce, Routes
+from zoo.shard.collectives.routes import FlatReduce, Hop, Reduce, Routes, WholeReduce
 from zoo.shard.placement.packing import BucketSpec, layout_of
 from zoo.shard.placement.placements import Placements
 
@@ -75,23 +75,6 @@ class Own:
     def hops(self, numel: int, itemsize: int) -> list[Hop]:
         """See :class:`~zoo.shard.collectives.routes.Reduce`."""
         return self._inner.hops(numel, itemsize) if self._inner is not None else []
-
-
-class WholeReduce:
-    """The mean of all P elements on every rank, with the bits of a reduction to owners and a gather."""
-
-    def __init__(self, inner: Reduce, comm: Communicator) -> None:
-        self._inner, self._comm = inner, comm
-
-    def start(self, full: Tensor, out: Tensor, label: str) -> Handle:
-        """See :class:`~zoo.shard.collectives.routes.Reduce`; ``out`` is ``full``."""
-        n = full.numel() // self._comm.size
-        chunk = full[self._comm.rank * n : (self._comm.rank + 1) * n]
-        return Then([self._inner.start(full, chunk, label)], lambda: self._comm.all_gather(full, chunk, label=label))
-
-    def hops(self, numel: int, itemsize: int) -> list[Hop]:
-        """See :class:`~zoo.shard.collectives.routes.Reduce`."""
-        return [*self._inner.hops(numel, itemsize), Hop("all_gather", self._comm, numel * itemsize)]
 
 
 class Switched:
@@ -251,11 +234,6 @@ class CompressedLeg(GradientFeedback):
         """See :class:`Feedback`."""
         super().roll_back()
         self._leg.roll_back()
-
-    def forget(self) -> None:
-        """See :class:`Feedback`."""
-        self.roll_back()
-        self.error = self.owed = None
 
     def memory_bytes(self) -> int:
         """See :class:`Feedback`."""

@@ -88,6 +88,7 @@ class GradientFeedback:
     """
 
     has_loss_scale: ClassVar[bool] = True
+    error: torch.Tensor | None
 
     def __init__(self, unit: float = 1.0) -> None:
         self.unit, self._paid = unit, False
@@ -134,6 +135,11 @@ class GradientFeedback:
         """The reduced gradient is not used."""
         self._paid = False
 
+    def forget(self) -> None:
+        """See :class:`Feedback`."""
+        self.roll_back()
+        self.error = self.owed = None
+
 
 class Lossy(GradientFeedback):
     """A lossy reduction with its errors.
@@ -175,11 +181,6 @@ class Lossy(GradientFeedback):
         """See :class:`Feedback`."""
         super().roll_back()
         self._prepared = None
-
-    def forget(self) -> None:
-        """See :class:`Feedback`."""
-        self.roll_back()
-        self.error = self.owed = None
 
     def memory_bytes(self) -> int:
         """See :class:`Feedback`."""

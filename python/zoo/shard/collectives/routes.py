@@ -12,6 +12,7 @@ TwoStageGather     all-gather over M of P/L, then M all-gathers over L of P/M   
 PlacedGather       any gather, then a copy to where chunks belong                       as that one
 FlatReduce         reduce-scatter over p                                                P (p-1)/p
 ReplicaReduce      any reduction, then all-reduce of P/p over N/p replicas              + 2 P/p (N/p-1)/(N/p)
+WholeReduce        any reduction, then all-gather over p                                + P (p-1)/p
 =================  ===================================================================  ==============================
 
 Routes of two stages issue the second at the next gather or reduction (:func:`zoo.comm.advance`), so that it overlaps
@@ -183,6 +184,23 @@ class ReplicaReduce:
         """See :class:`Reduce`."""
         mine = Hop("all_reduce", self._replicas, numel // self._size * itemsize)
         return [*self._inner.hops(numel, itemsize), mine]
+
+
+class WholeReduce:
+    """The mean of all P elements on every rank, with the bits of a reduction to owners and a gather."""
+
+    def __init__(self, inner: Reduce, comm: Communicator) -> None:
+        self._inner, self._comm = inner, comm
+
+    def start(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Handle:
+        """See :class:`Reduce`; ``out`` is ``full``."""
+        n = full.numel() // self._comm.size
+        chunk = full[self._comm.rank * n : (self._comm.rank + 1) * n]
+        return Then([self._inner.start(full, chunk, label)], lambda: self._comm.all_gather(full, chunk, label=label))
+
+    def hops(self, numel: int, itemsize: int) -> list[Hop]:
+        """See :class:`Reduce`."""
+        return [*self._inner.hops(numel, itemsize), Hop("all_gather", self._comm, numel * itemsize)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 
 from zoo.comm import Handle, Then
-from zoo.shard.collectives.routes import Hop, Reduce
+from zoo.shard.collectives.routes import Hop, Reduce, WholeReduce
 from zoo.shard.placement.axes import Axes
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,7 +52,8 @@ class RowReduce:
     def __init__(
         self, dense: Reduce, axes: Axes, shape: tuple[int, int], *, whole: bool, predivide: float = 1.0
     ) -> None:
-        self._dense, self._comm = dense, axes.shard
+        self._comm = axes.shard
+        self._dense = WholeReduce(dense, axes.shard) if whole else dense
         self._num_rows, self._width = shape
         self._whole = whole
         self._before = min(predivide, axes.num_losses)
@@ -65,19 +66,14 @@ class RowReduce:
         """What is sent in any case: p numbers of each rank, of the rows that it has for each."""
         return Hop("all_gather", self._comm, 8 * self._comm.size**2)
 
-    def dense_hops(self, numel: int, itemsize: int) -> list[Hop]:
-        """The collectives of the dense way."""
-        more = [Hop("all_gather", self._comm, numel * itemsize)] if self._whole else []
-        return [*self._dense.hops(numel, itemsize), *more]
-
     def hops(self, numel: int, itemsize: int) -> list[Hop]:
         """See :class:`~zoo.shard.collectives.routes.Reduce`: the most that it can be."""
-        return [self.counts_hop(), *self.dense_hops(numel, itemsize)]
+        return [self.counts_hop(), *self._dense.hops(numel, itemsize)]
 
     def takes_rows(self, numbers: list[list[int]], numel: int, itemsize: int) -> bool:
         """Whether rows are sent, where ``numbers[r]`` has how many rank r has for each rank."""
         sent = max(sum(row) - row[rank] for rank, row in enumerate(numbers))
-        dense = sum(hop.sent()[0] for hop in self.dense_hops(numel, itemsize))
+        dense = sum(hop.sent()[0] for hop in self._dense.hops(numel, itemsize))
         return 2 * sent * (self._width * itemsize + _INDEX_BYTES) <= dense
 
     # The reduction -----------------------------------------------------------------------------------------------
@@ -101,7 +97,8 @@ class RowReduce:
             if not any(map(any, numbers)):
                 return Then([], lambda: self._finish_empty(full, out))
             if not self.takes_rows(numbers, full.numel(), full.itemsize):
-                return self._send_all(full, out, label)
+                self.sent = self._dense.hops(full.numel(), full.itemsize)
+                return self._dense.start(full, out, label)
             rows = table.index_select(0, mine)
             if self._before != 1.0:
                 rows.mul_(1.0 / self._before)
@@ -113,15 +110,6 @@ class RowReduce:
     def _rows_of(self, full: torch.Tensor) -> int:
         """Rows of a chunk."""
         return full.numel() // (self._comm.size * self._width)
-
-    def _send_all(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Handle:
-        self.sent = self.dense_hops(full.numel(), full.itemsize)
-        if not self._whole:
-            return self._dense.start(full, out, label)
-        n = full.numel() // self._comm.size
-        chunk = full[self._comm.rank * n : (self._comm.rank + 1) * n]
-        handle = self._dense.start(full, chunk, label)
-        return Then([handle], lambda: self._comm.all_gather(full, chunk, label=label))
 
     def _gather_rows(
         self, mine: torch.Tensor, rows: torch.Tensor, numbers: list[list[int]], full: torch.Tensor, out: torch.Tensor,
