@@ -336,7 +336,7 @@ def axes_of(comm: Communicator, place: int, group: Any) -> Axes:
 
 
 def _places_of(comm: Communicator, place: int) -> list[int]:
-    places = _of_all(comm, place)
+    places: list[int] = comm.all_gather_object(place)
     if sorted(places) != list(range(comm.size)):
         raise ValueError(
             f"get_partition_rank() gave {', '.join(map(str, places))} on the ranks 0 to {comm.size - 1}; it must give "
@@ -353,7 +353,7 @@ def _secondary_of(comm: Communicator, group: Any) -> Communicator | None:
     ranks = () if given is None else given.ranks
     outside = [rank for rank in ranks if rank not in comm.ranks]
     # First the ranks tell what they have: those without a group, or with a bad one, must not be waited for.
-    sizes = _of_all(comm, -1 if outside else len(ranks))
+    sizes: list[int] = comm.all_gather_object(-1 if outside else len(ranks))
     if -1 in sizes:
         told = f"; rank {comm.rank} has the ranks {list(ranks)}" if outside else ""
         raise ValueError(
@@ -366,10 +366,3 @@ def _secondary_of(comm: Communicator, group: Any) -> Communicator | None:
             "the data-parallel group (0: none given); groups must be of one size, which divides the number of ranks."
         )
     return given if given is not None and 1 < given.size < comm.size else None
-
-
-def _of_all(comm: Communicator, number: int) -> list[int]:
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in comm.backend else torch.device("cpu")
-    found = torch.empty(comm.size, dtype=torch.int64, device=device)
-    comm.all_gather(found, torch.tensor([number], dtype=torch.int64, device=device)).wait()
-    return [int(value) for value in found.tolist()]

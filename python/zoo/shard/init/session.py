@@ -27,7 +27,7 @@ from zoo.shard.init.materialise import Materialiser
 from zoo.shard.init.parts import SET_DATA, InitBucket, part_of
 from zoo.shard.init.sharing import Sharing
 from zoo.shard.offload.heap import map_large_blocks
-from zoo.shard.partitioned import PartitionedAccessError
+from zoo.shard.partitioned import PartitionedAccessError, flat_tensors
 
 _local = threading.local()
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
@@ -145,7 +145,7 @@ class Session:
                 raise PartitionedAccessError(_moved(name, part.name))
             # What shares its memory can be written to unseen.
             shares = getattr(func, "__name__", "") in _LEAKS or any(
-                part.shares_memory(t) for t in _tensors(result) if t is not part.parameter
+                part.shares_memory(t) for t in flat_tensors(result) if t is not part.parameter
             )
             part.aliased |= shares
             self._audit(part, name, wrote=part.parameter._version != version)
@@ -347,17 +347,6 @@ def _name_of(func: Any) -> str:
     if getattr(func, "__name__", "") in ("__get__", "__set__") and owner is not None:
         return f".{getattr(owner, '__name__', 'attribute')}" + (" =" if func.__name__ == "__set__" else "")
     return str(getattr(func, "__qualname__" if hasattr(func, "__qualname__") else "__name__", func)).rsplit(".", 1)[-1]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
 
 
 @dataclass(frozen=True)

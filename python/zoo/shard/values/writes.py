@@ -120,7 +120,16 @@ class Writes:
 
     def let_go(self, bucket: Bucket, held: tuple[bool, bool], *, forget: bool) -> None:
         """See :class:`~zoo.shard.values.gathered.Holder`."""
-        self._release(bucket, held, forget=forget)
+        was_live, was_hidden = held
+        bucket.active = max(bucket.active - 1, 0)  # an abandoned pass has set it to zero
+        self._holds[bucket] -= 1
+        if not self._holds[bucket]:
+            del self._holds[bucket], self.held[bucket]
+        if not bucket.active:  # else a forward uses it
+            if forget or not was_live:
+                self._runtime.residency.forget(bucket)
+            elif was_hidden:
+                self._runtime.executor.hide(bucket)
         if bucket.partitioned:  # of the others what was written elsewhere is still to be taken over
             self.note(bucket)
 
@@ -132,20 +141,6 @@ class Writes:
                 f"close() inside of GatheredParameters (of {named}), whose modifier_rank has not told the others yet "
                 "what it wrote: it comes after it."
             )
-
-    def _release(self, bucket: Bucket, before: tuple[bool, bool], *, forget: bool) -> None:
-        """With ``forget`` what is gathered is not used any more."""
-        was_live, was_hidden = before
-        bucket.active = max(bucket.active - 1, 0)  # an abandoned pass has set it to zero
-        self._holds[bucket] -= 1
-        if not self._holds[bucket]:  # a forward may use it all the same
-            del self._holds[bucket], self.held[bucket]
-        if bucket.active:
-            return
-        if forget or not was_live:
-            self._runtime.residency.forget(bucket)
-        elif was_hidden:
-            self._runtime.executor.hide(bucket)
 
     def failed_anywhere(self, error: BaseException | None) -> str:
         """See :class:`~zoo.shard.values.gathered.Holder`."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ import torch
 
 from zoo.shard.offload.scratch import round_up
 from zoo.shard.offload.tiers import Tier
-from zoo.shard.roles import Loan, RoleBuffer
+from zoo.shard.roles import GRADIENT, PARAMETER, Loan, RoleBuffer
 from zoo.zero.update.segments import Segment, absent
 
 if TYPE_CHECKING:
@@ -33,20 +32,7 @@ if TYPE_CHECKING:
 
 
 ALIGN = 64  # of a state among those of a segment, as vector loads like it
-
-
-@dataclass
-class Loaded:
-    """A segment while it is in memory: what is lent of its states, as bytes, its gradient and its parameters."""
-
-    segment: Segment
-    states: Loan | None = None
-    gradient: Loan | None = None
-    parameters: Loan | None = None
-
-    def loans(self) -> list[Loan]:
-        """All of it."""
-        return [loan for loan in (self.states, self.gradient, self.parameters) if loan is not None]
+STATES = "states"
 
 
 class StateStream:
@@ -80,7 +66,7 @@ class StateStream:
             for name, dtype in found.items():
                 segment.stored[name] = make(n, dtype, first=segment.first, offset=offset)
                 offset += _aligned(n * dtype.itemsize)
-        self._loaded: dict[int, list[Loaded]] = {}
+        self._loaded: dict[int, dict[Segment, dict[str, Loan]]] = {}
         self._writing: dict[int, list[Loan]] = {}
 
     def buffer_bytes(self) -> int:
@@ -118,10 +104,10 @@ class StateStream:
     def load(self, index: int, *, gradients: bool = True) -> None:
         """Bring piece ``index`` to memory, and begin with the next ones."""
         self.begin(index, gradients=gradients)
-        for loaded in self._loaded[index]:
-            for loan in loaded.loans():
+        for segment, loans in self._loaded[index].items():
+            for loan in loans.values():
                 loan.finish()
-            _attach(loaded)
+            _attach(segment, loans)
 
     def begin(self, index: int, *, gradients: bool = True) -> None:
         """Begin reading piece ``index`` and the next ones, as far as that is not done yet."""
@@ -130,36 +116,37 @@ class StateStream:
                 self._settle(k)
                 while self._writing and len(self._loaded) + len(self._writing) > self._ahead + self._behind:
                     self._settle(next(iter(self._writing)))  # the oldest
-                self._loaded[k] = [self._read(segment, gradients) for segment in self._pieces[k]]
+                self._loaded[k] = {segment: self._read(segment, gradients) for segment in self._pieces[k]}
 
-    def _read(self, segment: Segment, gradients: bool) -> Loaded:
-        bucket, loaded = segment.bucket, Loaded(segment)
+    def _read(self, segment: Segment, gradients: bool) -> dict[str, Loan]:
+        """What is lent of a segment while it is in memory: its states, as bytes, its gradient and its parameters."""
+        bucket, loans = segment.bucket, dict[str, Loan]()
         if any(role.kept for role in segment.stored.values()):
-            loaded.states = self._all_states[segment].lend()
+            loans[STATES] = self._all_states[segment].lend()
         if gradients and segment.gradients.role.is_away:
-            loaded.gradient = segment.gradients.role.lend(segment.start, segment.stop)
+            loans[GRADIENT] = segment.gradients.role.lend(segment.start, segment.stop)
         if bucket.parameters_on_nvme:
             master = _master_of(segment)
             begins = master is None or not master.kept
-            loaded.parameters = bucket.parameters.shard.lend(segment.start, segment.stop, read=begins)
-        return loaded
+            loans[PARAMETER] = bucket.parameters.shard.lend(segment.start, segment.stop, read=begins)
+        return loans
 
     def arrived(self, index: int) -> bool:
         """Whether :meth:`load` would not have to wait for piece ``index``."""
         found = self._loaded.get(index)
-        return found is not None and all(loan.done() for loaded in found for loan in loaded.loans())
+        return found is not None and all(loan.done() for loans in found.values() for loan in loans.values())
 
     def store(self, index: int) -> None:
         """Piece ``index`` was updated: write it, and give its memory back once that is done."""
         self._writing[index] = []
-        for loaded in self._loaded.pop(index):
-            self._write(loaded, self._writing[index])
-            _detach(loaded)
+        for segment, loans in self._loaded.pop(index).items():
+            self._write(segment, loans, self._writing[index])
+            _detach(segment, loans)
         if not self._behind:
             self._settle(index)
 
-    def _write(self, loaded: Loaded, writing: list[Loan]) -> None:
-        segment, loan = loaded.segment, loaded.states
+    def _write(self, segment: Segment, loans: dict[str, Loan], writing: list[Loan]) -> None:
+        loan = loans.get(STATES)
         for name, role in segment.stored.items():
             if name and name not in segment.entries:
                 role.drop()
@@ -169,7 +156,7 @@ class StateStream:
             if tensor.data_ptr() != place.data_ptr():
                 place.copy_(tensor.detach())
             role.kept = True
-        for stored, urgent in ((loan, False), (loaded.parameters, True)):
+        for stored, urgent in ((loan, False), (loans.get(PARAMETER), True)):
             if stored is not None:
                 stored.store(urgent=urgent)
                 writing.append(stored)
@@ -185,10 +172,12 @@ class StateStream:
 
     def drop_read(self) -> None:
         """Forget what is in memory: the update that it was read for does not go on."""
-        for pieces in self._loaded.values():
-            for loaded in pieces:
-                _detach(loaded)
-        self._loaded.clear()
+        for index in list(self._loaded):
+            self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        for segment, loans in self._loaded.pop(index).items():
+            _detach(segment, loans)
 
     def give_up(self) -> None:
         """After a failure: forget all that is under way; the states are of no step any more."""
@@ -216,8 +205,7 @@ class StateStream:
                 self.store(index)
                 self.finish()
             else:
-                for loaded in self._loaded.pop(index):
-                    _detach(loaded)
+                self._drop(index)
         finally:
             self._ahead = before
 
@@ -236,22 +224,20 @@ def _master_of(segment: Segment) -> RoleBuffer | None:
     return segment.stored.get("", segment.stored.get("master"))
 
 
-def _attach(loaded: Loaded) -> None:
-    segment = loaded.segment
-    segment.loaded_gradient = None if loaded.gradient is None else loaded.gradient.values
-    if loaded.parameters is not None:
-        segment.moved_to(loaded.parameters.values)
+def _attach(segment: Segment, loans: Mapping[str, Loan]) -> None:
+    segment.loaded_gradient = loans[GRADIENT].values if GRADIENT in loans else None
+    if PARAMETER in loans:
+        segment.moved_to(loans[PARAMETER].values)
     for name, role in segment.stored.items():
-        if role.kept and loaded.states is not None:
-            _tensor_of(segment, name).data = role.part_of(loaded.states.values)
+        if role.kept and STATES in loans:
+            _tensor_of(segment, name).data = role.part_of(loans[STATES].values)
         elif not name and segment.target is not None:  # there is no master yet
             segment.tensor.data = segment.target.to("cpu", segment.tensor.dtype, copy=True)
 
 
-def _detach(loaded: Loaded) -> None:
-    segment = loaded.segment
+def _detach(segment: Segment, loans: Mapping[str, Loan]) -> None:
     segment.loaded_gradient = None
-    if loaded.parameters is not None:
+    if PARAMETER in loans:
         segment.moved_to(absent(segment.tensor if segment.target is None else segment.target))
     for name, role in segment.stored.items():
         if role.kept:

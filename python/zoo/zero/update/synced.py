@@ -165,14 +165,8 @@ class BucketPeers(BucketParts):
 
     def _places(self, bucket: Bucket, params: Sequence[Tensor]) -> list[tuple[int, int, int]]:
         """Which of ``params`` are in a bucket, and which of its elements: (index, start, stop)."""
-        length = bucket.layout.size // bucket.num_chunks
-        found = []
-        for i, param in enumerate(params):
-            segment = self._segments[id(param)]
-            if segment.bucket is bucket:
-                base = segment.chunk * length
-                found.append((i, base + segment.start, base + segment.stop))
-        return found
+        segments = [(i, self._segments[id(param)]) for i, param in enumerate(params)]
+        return [(i, s.first, s.first + s.stop - s.start) for i, s in segments if s.bucket is bucket]
 
 
 def sent_by_peers(bucket: Bucket, sync: Any, *, compresses: bool) -> list[Hop]:

@@ -141,8 +141,7 @@ class BucketParts:
         flat = {b: torch.zeros(b.layout.size, dtype=dtype, device=device) for b in wanted}
         for param, value in zip(params, values, strict=True):
             segment, _, _ = self._place[id(param)]
-            base = segment.chunk * (segment.bucket.layout.size // segment.bucket.num_chunks)
-            flat[segment.bucket][base + segment.start : base + segment.stop] = value
+            flat[segment.bucket][segment.first : segment.first + value.numel()] = value
         handles = []
         for bucket, buffer in flat.items():
             if bucket.placements.states.is_split:

@@ -48,8 +48,7 @@ class WholeTensor(Segment):
 
     def gradient(self) -> torch.Tensor:
         """The reduced gradient, in the shape of the parameter."""
-        base = self.chunk * (self.bucket.layout.size // self.bucket.num_chunks)
-        return self.gradients.reduced_all()[base + self.start : base + self.stop].view(self.tensor.shape)
+        return self.gradients.reduced_all()[self.first : self.first + self.tensor.numel()].view(self.tensor.shape)
 
     def values(self) -> torch.Tensor:
         """See :meth:`Segment.values`."""
