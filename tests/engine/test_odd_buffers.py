@@ -121,6 +121,40 @@ def test_they_are_in_whole_weights_of_a_checkpoint(tmp_path: Path, kind: str) ->
     assert torch.equal(load_safetensors(tmp_path / "script.safetensors").tensor("x"), mine)
 
 
+class Shared(nn.Module):
+    """A module with a buffer has two names; what one buffer is twice is saved under one of its names."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))})
+        self.also, self.layer = self.blocks["a"], nn.Linear(4, 4)
+        self.register_buffer("kept", torch.full((2,), value))
+        self.register_buffer("unsaved", self.kept, persistent=False)
+        self.register_buffer("again", self.kept)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.also(x)).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_name_of_a_buffer_is_in_whole_weights(tmp_path: Path, stage: int) -> None:
+    def fn(rank: int) -> dict[str, torch.Tensor]:
+        engine = initialize({**CONFIG, "zero_optimization": {"stage": stage}}, Shared(3.0))[0]
+        engine.backward(engine(torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))))
+        engine.step()
+        engine.save_checkpoint(tmp_path, asynchronous=False)
+        return dict(engine.module_state_dict())
+
+    expected = sim.run(WORLD, fn)[0]
+    whole = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    script = state_dict_of(tensors_of(Checkpoint(tmp_path)))
+    for found in (expected, whole, script):
+        model = Shared(1.0)
+        model.load_state_dict(found)  # strict
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, expected[name]), name
+
+
 def test_a_view_of_another_buffer_stays_one(tmp_path: Path) -> None:
     def net(value: float) -> Net:
         model = Net(torch.full((1,), value))

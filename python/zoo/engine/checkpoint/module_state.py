@@ -75,21 +75,28 @@ def _as_is(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that ``state_dict`` has, by their names in the whole model; each once."""
-    persistent: dict[str, torch.Tensor] = {}
-    for path, child in module.named_modules():
-        for name, buffer in child.named_buffers(recurse=False):
+    """The buffers that ``state_dict`` has, by their names in the whole model; of several in a module the first."""
+    return dict(_persistent(module, once=True))
+
+
+def every_name_of_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each key of ``state_dict`` that is a buffer's, as a name in the whole model."""
+    return _persistent(module, once=False)
+
+
+def _persistent(module: nn.Module, *, once: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, child in module.named_modules(remove_duplicate=once):
+        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=once):
             if name not in child._non_persistent_buffers_set:
-                persistent[logical_name(module, f"{path}.{name}" if path else name)] = buffer
-    return persistent
+                yield logical_name(module, f"{path}.{name}" if path else name), buffer
 
 
 def model_meta(module: nn.Module, sharded: ShardedModel) -> dict[str, Any]:
     """What readers without the model cannot know: names of frozen parameters, and the first name of each other one that
-    a parameter has. What ``get_extra_state`` of modules returns. Rank 0's is kept; of layers and experts that other
-    ranks have it is told. Collective where there are such."""
+    a parameter has, or a buffer whose module has several. What ``get_extra_state`` of modules returns. Rank 0's is
+    kept; of layers and experts that other ranks have it is told. Collective where there are such."""
     frozen = {name for b in sharded.buckets if not b.spec.trainable for name in b.in_model()}
-    tied = tied_names(module, module.named_parameters(remove_duplicate=False))
+    tied = {**tied_names(module, module.named_parameters(remove_duplicate=False)), **_further_buffers(module)}
     extra = {key: child.get_extra_state() for key, child in with_extra_state(module)}
     mine = sorted(frozen), tied, extra
     parted = sharded.layers is not None or any(b.spec.axes for b in sharded.buckets)
@@ -110,6 +117,13 @@ def tied_names(module: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> 
         if known != name:
             found[logical_name(module, name)] = logical_name(module, known)
     return found
+
+
+def _further_buffers(module: nn.Module) -> dict[str, str]:
+    """{further name: the name that :func:`persistent_buffers` has}: those of a module that has several names itself."""
+    saved = persistent_buffers(module)
+    first = {id(buffer): name for name, buffer in reversed(saved.items())}
+    return {name: first[id(buffer)] for name, buffer in every_name_of_buffers(module) if name not in saved}
 
 
 def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

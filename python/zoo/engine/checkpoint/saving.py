@@ -13,7 +13,7 @@ from torch import nn
 
 from zoo import checkpointing
 from zoo.checkpointing import foreign
-from zoo.engine.checkpoint.module_state import whole_buffers
+from zoo.engine.checkpoint.module_state import every_name_of_buffers, whole_buffers
 from zoo.engine.checkpoint.places import check_place
 from zoo.layout import logical_name
 from zoo.shard import ShardedModel
@@ -131,8 +131,8 @@ def aliases(module: nn.Module, sharded: ShardedModel, kept: Collection[str]) -> 
     """Further names, in the whole model, of what is saved: parameters that are tied, and buffers of modules that have
     several names. Collective where ranks have other layers."""
     found: dict[str, str] = {}
-    for named in (module.named_parameters, module.named_buffers):
-        everything = [(logical_name(module, name), tensor) for name, tensor in named(remove_duplicate=False)]
+    parameters = [(logical_name(module, n), p) for n, p in module.named_parameters(remove_duplicate=False)]
+    for everything in (parameters, list(every_name_of_buffers(module))):
         first_name = {id(tensor): name for name, tensor in everything if name in kept}
         found |= {n: first_name[id(t)] for n, t in everything if n not in kept and id(t) in first_name}
     if sharded.layers is None:
