@@ -3,6 +3,7 @@ where it comes to differ after construction every rank is told, by name and rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -186,6 +187,23 @@ def test_options_that_are_no_numbers_are_told_by_name(stage: int) -> None:
         with pytest.raises(
             CollectiveMismatchError, match=r"betas \(\(0\.9, 0\.9+\) in .*\): ranks 1, 2 other than rank 0"
         ):
+            engine.step()
+
+    sim.run(WORLD, job)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "fast"])
+def test_an_option_that_some_ranks_alone_have_as_a_number(value: Any) -> None:
+    """What stands for the others' is told as no number."""
+
+    def job(rank: int) -> None:
+        engine = start(0)
+        backward(engine, rank, 0)
+        engine.optimizer.param_groups[0]["momentum"] = 0.5 if rank == 0 else value
+        told = r"momentum: 0\.5 on rank 0, no finite number on ranks 1, 2\. Nothing"
+        if rank:
+            told = rf"momentum \({value!r} in the groups of this rank\): ranks 1, 2 other than rank 0\. Nothing"
+        with pytest.raises(CollectiveMismatchError, match=told):
             engine.step()
 
     sim.run(WORLD, job)

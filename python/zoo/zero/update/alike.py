@@ -40,6 +40,8 @@ REFUSED = "losses without a graph"
 ADDED = (REFUSED, CHANGES, WRITES, SCALE, CLIPPED, NORM)
 _OF_PARAMETERS = ("params", "param_names")
 _NUMBERS = frozenset({bool, int, float, str})
+_STANDS = -(2.0**48)
+"""From here down to twice as much are numbers that stand for something else."""
 
 
 class Alike:
@@ -105,7 +107,7 @@ class Alike:
         known = self._known.get(key)
         if known is None or known[0] != tuple(values):
             digest = hashlib.blake2b(repr(values).encode(), digest_size=6).digest()  # 48 bits are exact in fp64
-            known = self._known[key] = (tuple(values), float(int.from_bytes(digest, "little")))
+            known = self._known[key] = (tuple(values), _STANDS - int.from_bytes(digest, "little"))
         return known[1]
 
     def told(self, rows: Sequence[float], ranks: Sequence[int]) -> str:
@@ -123,7 +125,7 @@ class Alike:
 
     def _of(self, name: str, values: list[float], ranks: Sequence[int]) -> str:
         if name in self._shown:
-            return told_by_rank(name, [str(int(v) if v.is_integer() else v) for v in values], ranks)
+            return told_by_rank(name, [_shown(value) for value in values], ranks)
         others = [rank for rank, value in zip(ranks, values, strict=True) if value != values[0]]
         if name not in self._options:
             return f"{name}: {listed(others)} wrote others than rank {ranks[0]}"
@@ -210,6 +212,12 @@ def how_to_be_alike(told: str) -> str:
         "Give all ranks the same, and call step() again; what sets an option from a loss or a metric has to see the "
         "same number on all ranks, such as its mean."
     )
+
+
+def _shown(value: float) -> str:
+    if value.is_integer():
+        return "no finite number" if 2 * _STANDS < value <= _STANDS else str(int(value))
+    return str(value)
 
 
 def _on_device(value: Any) -> bool:
