@@ -405,3 +405,32 @@ def test_what_programs_keep_in_client_state(tmp_path: Path) -> None:
     assert found == kept
     found["counts"]["new"] += 2
     assert found["counts"] == {"a": 1, "new": 2}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_loss_scale_may_be_set_between_steps(stage: int) -> None:
+    fp16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 4}
+
+    def job(rank: int, scale: float | None) -> list[torch.Tensor]:
+        engine = start(stage, fp16=fp16)
+        if scale is not None:
+            engine.optimizer.cur_scale = 2 * scale
+            engine.optimizer.loss_scaler.cur_scale = 3
+            engine.optimizer.loss_scale = scale
+            assert engine.optimizer.cur_scale == engine.optimizer.loss_scaler.loss_scale == scale
+            engine.backward(loss_of(engine, batches(rank, 1)[0]))
+            with pytest.raises(ValueError, match=r"loss_scale = 4 with gradients that have the old scale"):
+                engine.optimizer.loss_scale = 4
+            engine.zero_grad()
+            for wrong in (0, float("inf"), "8", True):
+                with pytest.raises(ValueError, match=r"loss_scale = .*; give a finite number > 0"):
+                    engine.optimizer.cur_scale = wrong
+        return train(engine, rank)
+
+    for expected, found in zip(
+        sim.run(2, lambda rank: job(rank, None)), sim.run(2, lambda rank: job(rank, 64.0)), strict=True
+    ):
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+    with pytest.raises(ValueError, match=r"losses are scaled in fp16 alone"):
+        start(1).optimizer.loss_scale = 2.0

@@ -236,6 +236,11 @@ STATE_USES: list[Callable[[Any, Any], Any]] = [
     lambda optimizer, weight: optimizer.state.setdefault(torch.ones(1), {}),
     lambda optimizer, weight: optimizer.state.update({weight: {}}),
     lambda optimizer, weight: optimizer.state.popitem(),
+    lambda optimizer, weight: optimizer.state[weight].__setitem__("momentum_buffer", torch.zeros(1)),
+    lambda optimizer, weight: optimizer.state[weight].update(step=torch.tensor(0.0)),
+    lambda optimizer, weight: optimizer.state[weight].setdefault("ema", weight),
+    lambda optimizer, weight: optimizer.state[weight].__delitem__("momentum_buffer"),
+    lambda optimizer, weight: optimizer.state[weight].clear(),
 ]
 
 

@@ -78,11 +78,11 @@ class ParameterStates(MutableMapping[torch.Tensor, Any]):
         _refuse(use, key, next((name for name in names if name not in numbers and name != "step"), "exp_avg"))
 
 
-class StatesOfParameter(Mapping[str, Any]):
+class StatesOfParameter(MutableMapping[str, Any]):
     """``optimizer.state[p]``: the names of the states of one parameter; values of those that are numbers.
 
     A tensor is in flat buffers, in parts that other ranks may have; asking for it here is refused, and the message says
-    what gathers it.
+    what gathers it. So is whatever would write, numbers too.
     """
 
     def __init__(self, parameter: torch.Tensor, names: Sequence[str], numbers: Mapping[str, float]) -> None:
@@ -94,6 +94,12 @@ class StatesOfParameter(Mapping[str, Any]):
         if key not in self._numbers:
             _refuse(f"optimizer.state[p][{key!r}]", self._parameter, key)
         return torch.tensor(float(self._numbers[key]))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        _refuse(f"optimizer.state[p][{key!r}] = ...", self._parameter, key)
+
+    def __delitem__(self, key: str) -> None:
+        _refuse(f"del optimizer.state[p][{key!r}]", self._parameter, key)
 
     def __contains__(self, key: object) -> bool:
         return key in self._names

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -32,8 +34,12 @@ class LossScale:
 
     @property
     def cur_scale(self) -> float:
-        """What the loss is multiplied by."""
+        """What the loss is multiplied by; may be set between two steps, on all ranks."""
         return float(self._zero.loss_scale)
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        set_scale(self._zero, value)
 
     loss_scale = cur_scale
 
@@ -169,8 +175,12 @@ class OptimizerView(torch.optim.Optimizer, DeepSpeedOptimizer):
 
     @property
     def cur_scale(self) -> float:
-        """What losses are multiplied by."""
+        """What losses are multiplied by; may be set between two steps, on all ranks."""
         return float(self.zero.loss_scale)
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        set_scale(self.zero, value)
 
     loss_scale = cur_scale
 
@@ -400,6 +410,22 @@ def view_of(engine: Engine) -> OptimizerView | DeepSpeedZeRoOffload | None:
     inner = type(engine.optimizer.inner)  # DeepSpeed has flat fp16 groups for its own Adam only
     fused = inner.__module__.startswith("zoo.") and "adam" in inner.__name__.lower()
     return FP16_Optimizer(engine) if fused else FP16_UnfusedOptimizer(engine)
+
+
+def set_scale(zero: ZeroOptimizer, value: float) -> None:
+    """From the next loss on it is multiplied by ``value``.
+
+    Raises:
+        ValueError: losses are not scaled; it is no finite number > 0; or gradients are there that have the old scale.
+    """
+    told = f"loss_scale = {value!r}"
+    if zero.scaler is None:
+        raise ValueError(f"{told}: losses are scaled in fp16 alone. Leave it out, or enable fp16 in the configuration.")
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+        raise ValueError(f"{told}; give a finite number > 0.")
+    if zero.holds_gradients:
+        raise ValueError(f"{told} with gradients that have the old scale: set it before the backward of a step.")
+    zero.scaler.scale = float(value)
 
 
 def smallest_scale(engine: Engine) -> float | None:
