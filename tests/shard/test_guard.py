@@ -36,7 +36,16 @@ def partitioned(model: nn.Module) -> Stage3Optimizer:
 TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
     "sum": lambda p: p.sum(),
     "matmul": lambda p: torch.ones(1, 6) @ p,
-    "index": lambda p: p[0],
+    "index": lambda p: p[0] + 1,
+    "indices": lambda p: p[[0, 1]],
+    "mask": lambda p: p[torch.ones(6, 4, dtype=torch.bool)],
+    "transposed": lambda p: torch.ones(2, 4) @ p.T,
+    "view in place": lambda p: p.data.view(-1).zero_(),
+    "row written": lambda p: p.data[0].__setitem__(1, 2.0),
+    "view of a view": lambda p: torch.reshape(p.t(), (4, 2, 3))[0].tolist(),
+    "row by row": lambda p: torch.stack(list(p)),
+    "sent": lambda p: pickle.dumps(p.view(-1)),
+    "columns that lie apart": lambda p: p.t().reshape(-1),
     "item": lambda p: p[0, 0].item(),
     "clone": lambda p: p.clone(),
     "numpy": lambda p: p.detach().numpy().sum(),
@@ -45,7 +54,7 @@ TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
     "data": lambda p: p.data + 1,
     "data in place": lambda p: p.data.zero_(),
     "data of data": lambda p: p.data.data.sum(),
-    "data on another device": lambda p: p.data.to("meta"),
+    "data in another type": lambda p: p.data.double(),
     "data copied": lambda p: p.data.clone(),
     "data pickled": lambda p: pickle.dumps(p.data),
     "data deeply copied": lambda p: copy.deepcopy(p.data),
@@ -125,6 +134,10 @@ def test_metadata_stays_readable() -> None:
     assert p.grad is None
 
 
+def described(p: torch.Tensor) -> tuple[object, ...]:
+    return p.shape, p.stride(), p.storage_offset(), p.dtype, p.device, p.is_contiguous(), p.requires_grad, len(p)
+
+
 READS_NO_VALUES: dict[str, Callable[[torch.Tensor], object]] = {
     "size": lambda p: (p.shape, p.size(), p.numel(), p.nelement(), p.dim(), len(p), p.stride(), p.dim_order()),
     "dtype": lambda p: (p.dtype, p.type(), p.is_floating_point(), p.is_signed(), p.is_complex(), p.element_size()),
@@ -135,6 +148,19 @@ READS_NO_VALUES: dict[str, Callable[[torch.Tensor], object]] = {
     "others": lambda p: [tuple(torch.zeros_like(p).shape), p.new_ones(2).tolist(), torch.ones_like(p).device],
     "itself": lambda p: (p.contiguous() is p, p.to(p.device) is p, p.float() is p, isinstance(p, torch.Tensor)),
     "formatted": lambda p: (str(p) == repr(p), f"{p}" == str(p), "requires_grad" in repr(p)),
+    "meta": lambda p: [
+        (q.shape, q.dtype, q.device.type) for q in (p.to("meta"), p.to("meta", torch.half), p.to(device="meta"))
+    ],
+    "same": lambda p: (p.is_set_to(p), p.is_set_to(torch.ones(6, 4)), p.type_as(p) is p, p.type_as(torch.ones(1)) is p),
+    "names": lambda p: ("sum" in dir(p), p._is_view(), p._base),
+    "shaped": lambda p: [described(q) for q in (p.t(), p.T, p.mT, p.view(-1), p.reshape(2, 12), p.flatten(), *p)],
+    "parts": lambda p: [described(q) for q in (p[None, 1:], p[2], p[..., ::2], *p.chunk(3), *torch.split(p, 4))],
+    "views of views": lambda p: [
+        described(q) for q in (p.transpose(0, 1).unsqueeze(1), torch.permute(p, (1, 0)).T[:, 1], p[1:].view(-1)[3:])
+    ],
+    "like views": lambda p: [
+        (torch.zeros_like(q).shape, q.new_ones(2).tolist(), q.data.shape, q.detach().stride()) for q in (p.T, p[0])
+    ],
 }
 
 

@@ -25,13 +25,13 @@ from zoo.shard.dtensors import is_dtensor
 from zoo.shard.partitioned import (
     CONVERSIONS,
     UNREAD,
-    VIEWS,
     PartitionedAccessError,
     PartitionedGradient,
     PartitionedValues,
     changes_nothing,
     flat_tensors,
     look_at,
+    without_values,
 )
 from zoo.shard.quantised_parameters import class_of, ordinary, shown
 
@@ -83,8 +83,10 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     if hidden and all(bucket.take_external(p._zoo_slot) for bucket, p in in_order):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-    if func in VIEWS and len(touched) == 1:
-        return PartitionedValues.of(touched[0], partial(_refuse_touched, touched))
+    if len(touched) == 1 and args and touched[0] is args[0]:
+        seen = without_values(func, args, kwargs or {}, touched[0], partial(_refuse_touched, touched))
+        if seen is not UNREAD:
+            return seen
     return _refuse_touched(touched, func)
 
 

@@ -27,13 +27,13 @@ _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_cuda", "is_cpu", "is_meta",
     "is_sparse", "is_quantized", "names", "grad_fn", "itemsize", "nbytes", "_version", "output_nr", "retains_grad",
     "is_nested", "_backward_hooks", "is_xla", "is_xpu", "is_mkldnn", "is_mps", "is_mtia", "is_maia", "is_ipu",
-    "is_vulkan", "is_sparse_csr",
+    "is_vulkan", "is_sparse_csr", "_base", "volatile", "grad_dtype",
 )  # fmt: skip
 _METHODS = (
     "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "storage_offset", "ndimension",
     "get_device", "__len__", "is_inference", "__bool__", "is_signed", "is_conj", "is_neg",
-    "is_distributed", "dim_order", "contiguous", "has_names", "is_coalesced",
+    "is_distributed", "dim_order", "contiguous", "has_names", "is_coalesced", "_is_view", "retain_grad", "__dir__",
     "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided",
 )  # fmt: skip
 _FUNCTIONS = (
@@ -83,6 +83,12 @@ def look_at(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return UNREAD
     if func in _OF_MEMORY:
         return func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
+    if func is torch.Tensor.type_as and (tensor.dtype, tensor.device) == (args[1].dtype, args[1].device):
+        return tensor
+    if func is torch.Tensor.is_set_to:
+        return (args[1] if len(args) > 1 else kwargs["tensor"]) is tensor
+    if func is torch.Tensor.to and (meant := _converted(func, args, kwargs)).is_meta:
+        return torch.empty(tensor.shape, dtype=meant.dtype, device="meta")
     if func is torch.Tensor.is_shared:
         return bool(tensor.is_cuda)
     if func in (torch.Tensor.is_same_size, torch.is_same_size):
@@ -108,15 +114,21 @@ _OF_GRADIENTS = frozenset({torch.Tensor.detach_, torch.Tensor.requires_grad_, to
 
 
 class PartitionedValues(torch.Tensor):
-    """What ``parameter.data`` and ``parameter.detach()`` are where this rank holds a shard: the shape, dtype and device
-    of the parameter, and no values. What reads or writes them is a :class:`PartitionedAccessError`."""
+    """What ``parameter.data``, ``parameter.detach()`` and views are where this rank holds a shard: a shape, the dtype
+    and device of the parameter, and no values. What reads or writes them is a :class:`PartitionedAccessError`."""
 
     @staticmethod
-    def of(parameter: nn.Parameter, refuse: Callable[[Any], NoReturn]) -> PartitionedValues:
-        """Those of one parameter; ``refuse(func)`` says what keeps a function from its values."""
+    def of(
+        parameter: nn.Parameter, refuse: Callable[[Any], NoReturn], like: torch.Tensor | None = None,
+        requires_grad: bool = False,
+    ) -> PartitionedValues:  # fmt: skip
+        """Those of one parameter, in its shape or that of ``like``; ``refuse(func)`` says what keeps a function from
+        them."""
+        shape = parameter if like is None else like
         made: Any = torch.Tensor._make_wrapper_subclass(
-            PartitionedValues, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
+            PartitionedValues, shape.shape, strides=shape.stride(), storage_offset=shape.storage_offset(),
+            dtype=parameter.dtype, device=parameter.device, requires_grad=requires_grad,
+        )  # fmt: skip
         made._zoo_parameter, made._zoo_refuse = parameter, refuse
         return made  # type: ignore[no-any-return]
 
@@ -127,7 +139,7 @@ class PartitionedValues(torch.Tensor):
         """Reads metadata, converts to the same; refuses the rest."""
         found: Any = next(value for value in flat_tensors((args, kwargs or {})) if isinstance(value, cls))
         if func in MAKES and args and args[0] is found:
-            args = (found._zoo_parameter, *args[1:])
+            args = (torch.empty((), dtype=found.dtype, device=found.device).expand(found.shape), *args[1:])
         seen = look_at(func, args, kwargs or {})
         if seen is not UNREAD:
             return seen
@@ -135,7 +147,8 @@ class PartitionedValues(torch.Tensor):
             return found
         if func in CONVERSIONS and args[0] is found and changes_nothing(func, args, kwargs or {}):
             return found
-        return found._zoo_refuse(func)
+        seen = without_values(func, args, kwargs or {}, found._zoo_parameter, found._zoo_refuse)
+        return seen if seen is not UNREAD else found._zoo_refuse(func)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -262,9 +275,50 @@ def flat_tensors(value: Any) -> list[torch.Tensor]:
 
 def changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """``model.to(...)`` and its like, to what the tensor is already; the order of its memory stays in any case."""
+    tensor, meant = args[0], _converted(func, args, kwargs)
+    same = isinstance(meant, torch.Tensor) and (meant.dtype, meant.device) == (tensor.dtype, tensor.device)
+    return same and not kwargs.get("copy")
+
+
+def _converted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a conversion makes of a tensor without elements that is otherwise like the first argument."""
     tensor, *rest = args
     rest = [torch.empty(0, dtype=t.dtype, device=t.device) if isinstance(t, torch.Tensor) else t for t in rest]
     shape = (0,) * max(tensor.dim(), 1)  # some memory formats want a number of dims
-    meant = func(torch.empty(shape, dtype=tensor.dtype, device=tensor.device), *rest, **kwargs)
-    same = isinstance(meant, torch.Tensor) and (meant.dtype, meant.device) == (tensor.dtype, tensor.device)
-    return same and not kwargs.get("copy")
+    return func(torch.empty(shape, dtype=tensor.dtype, device=tensor.device), *rest, **kwargs)
+
+
+_OTHER_SHAPES = (
+    "t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "adjoint", "view", "reshape", "flatten",
+    "ravel", "unflatten", "squeeze", "unsqueeze", "expand", "narrow", "select", "chunk", "tensor_split", "split",
+    "unbind", "diagonal", "unfold", "as_strided", "__getitem__",
+)  # fmt: skip
+SHAPED = frozenset(
+    [getattr(place, name) for place in (torch.Tensor, torch) for name in _OTHER_SHAPES if hasattr(place, name)]
+    + [getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")]
+)
+"""What gives the same elements in another shape, or some of them."""
+
+
+def without_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parameter: nn.Parameter, refuse: Callable[[Any], NoReturn]
+) -> Any:  # fmt: skip
+    """What a function that reads no values gives of those of ``parameter``, its first argument or what this has made of
+    it: the same elements without a graph, or in another shape; :data:`UNREAD` for any other function."""
+    if not args or not isinstance(args[0], torch.Tensor):
+        return UNREAD
+    tensor, rest = args[0], args[1:]
+    if func in VIEWS:
+        return PartitionedValues.of(parameter, refuse, tensor)
+    if func not in SHAPED or flat_tensors((rest, kwargs)):  # indices
+        return UNREAD
+    offset = tensor.storage_offset()
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+    memory = torch.empty(offset + last + 1, dtype=tensor.dtype, device="meta")
+    like = memory.as_strided(tensor.shape, tensor.stride(), offset)
+    found, storage = func(like, *rest, **kwargs), memory.untyped_storage()._cdata
+    if any(view.untyped_storage()._cdata != storage for view in flat_tensors(found)):  # a copy
+        return UNREAD
+    trains = tensor.requires_grad and torch.is_grad_enabled()
+    views = [PartitionedValues.of(parameter, refuse, view, trains) for view in flat_tensors(found)]
+    return type(found)(views) if isinstance(found, (tuple, list)) else views[0]

@@ -23,10 +23,9 @@ from zoo.shard.partitioned import (
     ALLOWED_WHEN_PARTITIONED,
     CONVERSIONS,
     UNREAD,
-    VIEWS,
     PartitionedAccessError,
-    PartitionedValues,
     look_at,
+    without_values,
 )
 from zoo.shard.roles import RoleBuffer
 from zoo.shard.runtime.executor import Executor
@@ -68,8 +67,10 @@ class InitParameter(ShardedParameter):
                 nothing = nothing_of(args[0])
                 if nothing is not None:
                     return nothing
-            if hidden and func in VIEWS and sys._getframe(1).f_code is not SAVES:
-                return PartitionedValues.of(args[0], lambda touching: refuse_closed(touching, parts))
+            if hidden and args and args[0] is parts[0].parameter and sys._getframe(1).f_code is not SAVES:
+                seen = without_values(func, args, kwargs, args[0], lambda touching: refuse_closed(touching, parts))
+                if seen is not UNREAD:
+                    return seen
             refuse_closed(func, parts)
             if func == _DATA.__get__:  # what is written through it must show
                 with torch._C.DisableTorchFunctionSubclass():
