@@ -79,6 +79,10 @@ def init_distributed(
     """
     seconds = config.get("comm", {}).get("timeout_s") if config is not None else None
     timeout = timedelta(seconds=seconds) if seconds is not None else timeout
+    if not isinstance(timeout, timedelta):
+        raise ValueError(
+            f"init_distributed got timeout={timeout!r}; give a datetime.timedelta, as timedelta(minutes=30)."
+        )
     if not timeout > timedelta(0):
         raise ValueError(f"init_distributed got a timeout of {timeout}; it must be longer than nothing.")
     if not dist.is_initialized():

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 if TYPE_CHECKING:
@@ -72,9 +73,14 @@ class Schedule:
         return made
 
     def _begin(self, optimizer: HasParamGroups, config: Any, last_batch_iteration: int) -> None:
-        if last_batch_iteration < -1:
+        if not isinstance(getattr(optimizer, "param_groups", None), Sequence):
             raise ValueError(
-                f"{type(self).__name__} got last_batch_iteration={last_batch_iteration}; -1 begins anew, and n >= 0 "
+                f"{type(self).__name__} got a {type(optimizer).__name__} as its optimizer; give an object that has "
+                "param_groups, as the optimizers of torch have."
+            )
+        if type(last_batch_iteration) is not int or last_batch_iteration < -1:
+            raise ValueError(
+                f"{type(self).__name__} got last_batch_iteration={last_batch_iteration!r}; -1 begins anew, and n >= 0 "
                 "goes on after n + 1 steps."
             )
         self.optimizer, self.config = optimizer, config
@@ -194,7 +200,7 @@ def for_groups(value: Rates, num_groups: int) -> list[float]:
 
 def of_group(value: Rates, group: int) -> float:
     """``value`` itself, or its element for the group."""
-    return float(value if isinstance(value, (int, float)) else value[group])
+    return float(value[group] if isinstance(value, (list, tuple)) else value)
 
 
 def ramp(step: int, num_steps: int, kind: str) -> float:
@@ -230,17 +236,33 @@ def check_total(name: str, total_num_steps: int) -> None:
 
 
 def check_numbers(name: str, config: Any) -> None:
-    """Raise ValueError for an option that is not finite: every parameter would be lost in one step."""
+    """Raise ValueError for an option that is no number where one is meant, or not finite: every parameter would be lost
+    in one step."""
     for option in dataclasses.fields(config):
-        value = getattr(config, option.name)
-        for number in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(number, float) and not math.isfinite(number):
-                raise ValueError(f"{name} got {option.name}={value}; it takes finite numbers.")
+        value, meant = getattr(config, option.name), str(option.type)
+        several = isinstance(value, (list, tuple)) and "Rates" in meant
+        for number in value if several else [value]:
+            found = number.item() if getattr(number, "ndim", None) == 0 else number  # of torch or NumPy
+            if isinstance(found, Real):
+                if not isinstance(found, int) and not math.isfinite(found):
+                    raise ValueError(f"{name} got {option.name}={value}; it takes finite numbers.")
+                if isinstance(found, int) and found.bit_length() > _MOST_BITS:
+                    raise ValueError(f"{name} got {option.name} with {found.bit_length()} bits; it takes smaller ones.")
+            elif not _may_be(found, meant):
+                raise ValueError(f"{name} got {option.name}={number!r}, a {type(number).__name__}; it takes a number.")
+
+
+_MOST_BITS = 1000  # a float holds a few more
+
+
+def _may_be(value: Any, meant: str) -> bool:
+    """What is no number, where an option's annotation has something beside them."""
+    return ("None" in meant and value is None) or not any(kind in meant for kind in ("int", "float", "Rates"))
 
 
 def check_groups(name: str, key: str, value: float | Sequence[float] | None, num_groups: int) -> None:
     """Raise ValueError for a list of values that is not one per parameter group."""
-    if value is not None and not isinstance(value, (int, float)) and len(value) != num_groups:
+    if isinstance(value, (list, tuple)) and len(value) != num_groups:
         raise ValueError(
             f"{name} got {len(value)} values for {key}; the optimizer has {num_groups} parameter groups: give one "
             "value for all or one for each."

@@ -27,8 +27,8 @@ class WarmupLR(WarmupSchedule):
         warmup_type: str = "log"
 
         def __post_init__(self) -> None:
-            check_numbers("WarmupLR", self)
             check_warmup("WarmupLR", self.warmup_num_steps, self.warmup_type)
+            check_numbers("WarmupLR", self)
 
     config: Config
     per_group = ("warmup_min_lr", "warmup_max_lr")

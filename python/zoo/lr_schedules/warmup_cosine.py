@@ -30,8 +30,8 @@ class WarmupCosineLR(WarmupSchedule):
         warmup_type: str = "log"
 
         def __post_init__(self) -> None:
-            check_numbers("WarmupCosineLR", self)
             check_warmup("WarmupCosineLR", self.warmup_num_steps, self.warmup_type)
+            check_numbers("WarmupCosineLR", self)
             check_total("WarmupCosineLR", self.total_num_steps)
             for key in ("warmup_min_ratio", "cos_min_ratio"):
                 value = getattr(self, key)

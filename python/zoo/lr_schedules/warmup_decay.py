@@ -34,8 +34,8 @@ class WarmupDecayLR(WarmupSchedule):
         warmup_type: str = "log"
 
         def __post_init__(self) -> None:
-            check_numbers("WarmupDecayLR", self)
             check_warmup("WarmupDecayLR", self.warmup_num_steps, self.warmup_type)
+            check_numbers("WarmupDecayLR", self)
             check_total("WarmupDecayLR", self.total_num_steps)
 
     config: Config

@@ -158,9 +158,9 @@ class TiledLinear(nn.Module):
 
 
 def _pieces(side: str, features: int, splits: int) -> list[int]:
-    if features < 1 or not 1 <= splits <= features:
+    if type(features) is not int or type(splits) is not int or features < 1 or not 1 <= splits <= features:
         raise ValueError(
-            f"TiledLinear got {side}_features={features} and {side}_splits={splits}; it takes at least one feature "
+            f"TiledLinear got {side}_features={features!r} and {side}_splits={splits!r}; it takes at least one feature "
             f"and between 1 and {side}_features splits."
         )
     even, remainder = divmod(features, splits)

@@ -30,7 +30,7 @@ class Adagrad(ElementwiseOptimizer):
         master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         at_least_zero(
-            lr=float(lr), lr_decay=lr_decay, weight_decay=weight_decay, eps=eps,
+            lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps,
             initial_accumulator_value=initial_accumulator_value,
         )  # fmt: skip
         not_supported("Adagrad", differentiable=differentiable)

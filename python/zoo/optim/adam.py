@@ -38,7 +38,7 @@ class Adam(ElementwiseOptimizer):
         decoupled_weight_decay: bool = False, bias_correction: bool = True,
         master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
-        at_least_zero(lr=float(lr), eps=eps, weight_decay=weight_decay)
+        at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
         not_supported("Adam", differentiable=differentiable)
         defaults = {

@@ -43,7 +43,7 @@ class Lamb(WholeTensorOptimizer):
         foreach: bool | None = None, capturable: bool = False, fused: bool | None = None,
         master_dtype: torch.dtype | None = torch.float32, parts: Parts | None = None,
     ) -> None:  # fmt: skip
-        at_least_zero(lr=float(lr), eps=eps, weight_decay=weight_decay)
+        at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
         coefficients_in_order(min_coeff, max_coeff)
         defaults = {

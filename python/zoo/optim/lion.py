@@ -27,7 +27,7 @@ class Lion(ElementwiseOptimizer):
         maximize: bool = False, foreach: bool | None = None, capturable: bool = False, fused: bool | None = None,
         master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
-        at_least_zero(lr=float(lr), weight_decay=weight_decay)
+        at_least_zero(lr=lr, weight_decay=weight_decay)
         betas_in_range(betas)
         defaults = {
             "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "capturable": capturable,

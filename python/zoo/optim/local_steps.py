@@ -162,7 +162,7 @@ class LocalSGD(LocalSteps):
         outer_nesterov: bool = False, maximize: bool = False, master_dtype: torch.dtype | None = torch.float32,
         compressor: Any = None, peers: Peers | None = None,
     ) -> None:  # fmt: skip
-        at_least_zero(lr=float(lr), momentum=momentum, weight_decay=weight_decay)
+        at_least_zero(lr=lr, momentum=momentum, weight_decay=weight_decay)
         nesterov_possible(momentum, dampening, nesterov=nesterov)
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
@@ -205,7 +205,7 @@ class DiLoCo(LocalSteps):
         outer_nesterov: bool = True, bias_correction: bool = True, maximize: bool = False,
         master_dtype: torch.dtype | None = torch.float32, compressor: Any = None, peers: Peers | None = None,
     ) -> None:  # fmt: skip
-        at_least_zero(lr=float(lr), eps=eps, weight_decay=weight_decay)
+        at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,

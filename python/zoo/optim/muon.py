@@ -44,7 +44,7 @@ class Muon(WholeTensorOptimizer):
         adam_eps: float = 1e-8, maximize: bool = False, master_dtype: torch.dtype | None = torch.float32,
         parts: Parts | None = None,
     ) -> None:  # fmt: skip
-        at_least_zero(lr=float(lr), weight_decay=weight_decay, momentum=momentum, eps=eps, adam_eps=adam_eps)
+        at_least_zero(lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps, adam_eps=adam_eps)
         betas_in_range(betas)
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}; it must be 'original', 'match_rms_adamw' or None.")

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 
-def at_least_zero(**options: float) -> None:
-    """Raise ValueError unless each is a number >= 0."""
+def at_least_zero(**options: Any) -> None:
+    """Raise ValueError unless each is a number >= 0, or a tensor of one."""
     for name, value in options.items():
-        if not value >= 0:
-            raise ValueError(f"{name}={value}; it must be a number >= 0.")
+        if not _number(value) >= 0:
+            raise ValueError(f"{name}={_shown(value)}; it must be a number >= 0.")
 
 
-def betas_in_range(betas: tuple[float, float]) -> None:
-    """Raise ValueError unless both lie in [0, 1)."""
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas={betas}; it must be two numbers, each in [0, 1).")
+def betas_in_range(betas: Any) -> None:
+    """Raise ValueError unless these are two, and both lie in [0, 1)."""
+    two = isinstance(betas, Sequence) and len(betas) == 2 and all(0 <= _number(beta) < 1 for beta in betas)
+    if not two:
+        raise ValueError(f"betas={_shown(betas)}; it must be two numbers, each in [0, 1).")
+
+
+def _number(value: Any) -> float:
+    """NaN for what is none, or more than a float can hold."""
+    one = getattr(value, "numel", None)
+    found = value.item() if getattr(value, "ndim", None) == 0 or (callable(one) and one() == 1) else value
+    if not isinstance(found, Real):
+        return math.nan
+    try:
+        return float(found)
+    except OverflowError:
+        return math.nan
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a number of more than 75 digits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def not_supported(name: str, **options: bool) -> None:
@@ -30,7 +53,7 @@ def not_supported(name: str, **options: bool) -> None:
 
 def adam_compressed(name: str, defaults: dict[str, Any]) -> None:
     """Raise ValueError for options of Adam out of their range, and for those without a meaning where v is frozen."""
-    at_least_zero(lr=float(defaults["lr"]), eps=defaults["eps"], weight_decay=defaults["weight_decay"])
+    at_least_zero(lr=defaults["lr"], eps=defaults["eps"], weight_decay=defaults["weight_decay"])
     betas_in_range(defaults["betas"])
     if amsgrad := defaults.pop("amsgrad"):
         raise ValueError(
@@ -41,7 +64,10 @@ def adam_compressed(name: str, defaults: dict[str, Any]) -> None:
 
 def coefficients_in_order(min_coeff: float | None, max_coeff: float | None) -> None:
     """Raise ValueError unless limits of a trust ratio leave something between them."""
-    if min_coeff is not None and max_coeff is not None and not 0 <= min_coeff <= max_coeff:
+    limits = [_number(limit) for limit in (min_coeff, max_coeff) if limit is not None]
+    if any(map(math.isnan, limits)):
+        raise ValueError(f"min_coeff={_shown(min_coeff)}, max_coeff={_shown(max_coeff)}; each is a number, or None.")
+    if len(limits) == 2 and not 0 <= limits[0] <= limits[1]:
         raise ValueError(f"min_coeff={min_coeff}, max_coeff={max_coeff}; needed is 0 <= min_coeff <= max_coeff.")
 
 

@@ -28,7 +28,7 @@ class SGD(ElementwiseOptimizer):
         differentiable: bool = False, fused: bool | None = None, master_dtype: torch.dtype | None = torch.float32,
         state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
-        at_least_zero(lr=float(lr), momentum=momentum, weight_decay=weight_decay)
+        at_least_zero(lr=lr, momentum=momentum, weight_decay=weight_decay)
         not_supported("SGD", differentiable=differentiable)
         nesterov_possible(momentum, dampening, nesterov=nesterov)
         defaults = {

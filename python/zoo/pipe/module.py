@@ -378,12 +378,16 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None, mesh: An
     if mesh is not None:
         names = tuple(mesh.mesh_dim_names or ())
         topology = ProcessTopology(axes=list(names), dims=list(mesh.shape))
+    if topology is not None and not isinstance(topology, ProcessTopology):
+        raise ValueError(
+            f"PipelineModule got topology={topology!r}, a {type(topology).__name__}; give a ProcessTopology."
+        )
     if topology is None:
-        stages = int(num_stages or 0)
+        stages = num_stages if type(num_stages) is int else 0
         if stages < 1 or world % stages:
             raise ValueError(
-                f"num_stages={num_stages} with {world} rank{'s' if world > 1 else ''}; it must divide them. The other "
-                "ranks are data-parallel."
+                f"num_stages={num_stages!r} with {world} rank{'s' if world > 1 else ''}; it must divide them. The "
+                "other ranks are data-parallel."
             )
         topology = PipeDataParallelTopology(num_pp=stages, num_dp=world // stages)
     if AXIS not in topology.get_axis_names():

@@ -24,8 +24,10 @@ class DryRun(Communicator):
     """
 
     def __init__(self, size: int, rank: int = 0, *, device_type: str = "cpu") -> None:
-        if not 0 <= rank < size:
-            raise ValueError(f"DryRun got size={size}, rank={rank}; needed is 0 <= rank < size.")
+        if type(size) is not int or type(rank) is not int or not 0 <= rank < size:
+            raise ValueError(
+                f"DryRun got size={size!r}, rank={rank!r}; whole numbers with 0 <= rank < size are needed."
+            )
         self.group, self.check, self.log = None, False, CommsLog()
         self.rank, self.size, self.backend, self.device_type = rank, size, "dry", device_type
         self._ranks = list(range(size))

@@ -308,7 +308,7 @@ def test_touching_after_the_context_is_refused_by_name() -> None:
         lambda p: p.data + 1,
         lambda p: p.detach().sum(),
         lambda p: p.numpy(),
-        lambda p: p[0],
+        lambda p: p[0] + 1,
     ):
         with pytest.raises(PartitionedAccessError, match=r"0\.weight.*GatheredParameters"):
             touch(model[0].weight)

@@ -10,6 +10,8 @@ finding it is collective.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 _KEY = "_zoo_external_parameters"
@@ -28,6 +30,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         raise ValueError(
             f"register_external_parameter got a {type(parameter).__name__}; it must be an nn.Parameter of the model."
         )
+    _check_module("register_external_parameter", module)
     known = module.__dict__.setdefault(_KEY, [])
     if not any(p is parameter for p in known):
         known.append(parameter)
@@ -40,11 +43,17 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     Raises:
         ValueError: it is not registered.
     """
+    _check_module("unregister_external_parameter", module)
     known = module.__dict__.get(_KEY, [])
     before = len(known)
     known[:] = [p for p in known if p is not parameter]
     if not _apply(module, parameter, present=False) and len(known) == before:
         raise ValueError(f"the parameter is not registered as external to this {type(module).__name__}.")
+
+
+def _check_module(what: str, module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{what} got a {type(module).__name__} as its module; give the nn.Module that reads it.")
 
 
 def registered(module: nn.Module) -> list[nn.Parameter]:

@@ -38,6 +38,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from torch import nn
 
@@ -213,8 +214,8 @@ def _check(total: float, largest: float, gpus: int, nodes: int, factor: float) -
         "additional_buffer_factor": factor,
     }
     for name, value in given.items():
-        if not value >= 1:
-            raise ValueError(f"{name}={value}; it must be at least 1.")
+        if not isinstance(value, Real) or not 1 <= value < 2**1000:
+            raise ValueError(f"{name}={value!r}; it must be a number of at least 1.")
     if largest > total:
         raise ValueError(f"largest_layer_params={largest:g} is more than total_params={total:g}; it is a part of them.")
 

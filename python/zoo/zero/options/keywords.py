@@ -80,6 +80,10 @@ def options_of(cls: type, keywords: Mapping[str, Any], mapping: Mapping[str, Any
     Raises:
         ValueError: an argument is in both.
     """
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise ValueError(
+            f"{cls.__name__} got optimizer_options={mapping!r}, a {type(mapping).__name__}; give a dict of arguments."
+        )
     both = sorted(set(keywords) & set(mapping or {}))
     if both:
         raise ValueError(

@@ -82,8 +82,9 @@ def _find(param: Any) -> _Place:
             if isinstance(param, ShardedParameter)
             else "no ZeRO optimizer has it"
         )
+        given = f"the tensor of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
         raise ValueError(
-            f"the tensor of shape {tuple(param.shape)} is not a parameter of a ZeRO optimizer ({why}). Construct the "
+            f"{given} is not a parameter of a ZeRO optimizer ({why}). Construct the "
             "optimizer first, and pass a parameter of its model."
         )
     slot = param._zoo_slot

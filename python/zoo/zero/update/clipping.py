@@ -274,6 +274,9 @@ class LossScaler:
     lives: int = -1
 
     def __post_init__(self) -> None:
+        numbers: tuple[Any, ...] = (self.scale, self.min_scale, self.window, self.hysteresis, self.lives)
+        if wrong := [number for number in numbers if not isinstance(number, Real)]:
+            raise ValueError(f"a loss scaler got {wrong[0]!r}, a {type(wrong[0]).__name__}; it takes numbers.")
         if not 0 < self.scale < math.inf or not self.min_scale > 0 or self.window < 1 or self.hysteresis < 1:
             raise ValueError(
                 f"a loss scaler needs a finite scale > 0, min_scale > 0, window >= 1 and hysteresis >= 1; got "
@@ -317,7 +320,7 @@ def make_scaler(loss_scale: float | str | LossScaler | None) -> LossScaler | Non
     if loss_scale == "dynamic":
         return LossScaler()
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
-        return LossScaler(scale=float(loss_scale), dynamic=False)
+        return LossScaler(scale=float(loss_scale) if abs(loss_scale) < 2**1000 else math.inf, dynamic=False)
     raise ValueError(f"loss_scale={loss_scale!r}; allowed are None, 'dynamic', a positive number, or a LossScaler.")
 
 

@@ -85,6 +85,8 @@ class QuestionsOfFeatures:
 
     def all_gather_scalar(self, value: torch.Tensor, dp_group: Any) -> list[torch.Tensor]:
         """``value`` of each rank of a group. A collective of it."""
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"all_gather_scalar got {value!r}, a {type(value).__name__}; it takes a tensor.")
         found = [torch.zeros_like(value) for _ in range(dist.get_world_size(dp_group))]
         dist.all_gather(found, value, group=dp_group)
         return found

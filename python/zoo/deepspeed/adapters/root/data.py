@@ -53,7 +53,9 @@ class DeepSpeedDataLoader:
             )
         self.dataset, self.batch_size, self.data_sampler = dataset, batch_size, data_sampler
         self.collate_fn, self.pin_memory, self.dataloader_drop_last = collate_fn, pin_memory, dataloader_drop_last
-        self.num_local_io_workers = num_local_io_workers or 0
+        from zoo.engine.numbers import whole
+
+        self.num_local_io_workers = whole("num_local_io_workers", num_local_io_workers or 0, least=0)
         self.dataloader: DataLoader[Any] = DataLoader(
             dataset, batch_size, sampler=data_sampler, collate_fn=collate_fn, num_workers=self.num_local_io_workers,
             pin_memory=pin_memory, drop_last=dataloader_drop_last,

@@ -257,6 +257,8 @@ class DeepSpeedEngine(Questions, nn.Module):
                 "engine.compile() takes neither schedule= nor compiled_autograd_enabled=: zoo has no passes of its own "
                 "in the compiler. Leave them out."
             )
+        if compile_kwargs is not None and not isinstance(compile_kwargs, Mapping):
+            raise ValueError(f"compile_kwargs={compile_kwargs!r}, a {type(compile_kwargs).__name__}; give a dict.")
         self.engine.sharded.runtime.hide_from_compiler()
         self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
 

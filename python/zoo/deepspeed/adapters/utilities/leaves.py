@@ -19,6 +19,16 @@ from zoo.layout import declare_unit, is_unit, withdraw_unit
 _log = logging.getLogger("zoo.deepspeed")
 
 
+def _check_model(what: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{what} got {model!r}, a {type(model).__name__}, as its model; give it an nn.Module.")
+
+
+def _check_list(what: str, given: Any, example: str) -> None:
+    if isinstance(given, (str, bytes, type)) or not isinstance(given, Iterable):
+        raise ValueError(f"{what} is {given!r}, a {type(given).__name__}; give a list, as {example}.")
+
+
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether this very module was set."""
     return bool(getattr(model, "_z3_leaf", False))
@@ -31,11 +41,13 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """Those in the model that were set."""
+    _check_model("get_z3_leaf_modules", model)
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Set this very module, or take that back."""
+    _check_model("set_z3_leaf_module", model)
     if flag and not z3_leaf_module(model):
         model.__dict__["_z3_declared_itself"] = is_unit(model)
         declare_unit(model)
@@ -57,6 +69,8 @@ def _is_of(module: nn.Module, classes: Sequence[type | str]) -> bool:
 
 def _by_class(model: nn.Module, classes: Sequence[type | str], flag: bool, strict: bool) -> list[nn.Module]:
     given: Sequence[Any] = classes
+    _check_model("set_z3_leaf_modules", model)
+    _check_list("leaf_module_classes", classes, "[MixtralSparseMoeBlock]")
     wrong = [c for c in given if not isinstance(c, (type, str))]
     if wrong:
         raise AssertionError(f"leaf_module_classes has {wrong[0]!r} in it; it is a list of classes and their names.")
@@ -92,6 +106,8 @@ def unset_z3_leaf_modules(
 def _by_path(
     model: nn.Module, wanted: Iterable[str], flag: bool, strict: bool, fits: Any, what: str
 ) -> tuple[list[nn.Module], list[str]]:
+    _check_model("set_z3_leaf_modules", model)
+    _check_list("the names of leaf modules", wanted, "['model.layers.0.mlp']")
     found: list[nn.Module] = []
     missing: list[str] = []
     for name in wanted:

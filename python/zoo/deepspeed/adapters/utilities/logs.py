@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -88,6 +88,10 @@ def should_log_le(max_log_level_str: str) -> bool:
 
 
 def _speaks(ranks: Sequence[int] | None) -> bool:
+    given: Any = ranks
+    if given is not None and (isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable)):
+        raise ValueError(f"ranks={given!r}, a {type(given).__name__}; give a list of ranks, as [0], or [-1] for all.")
+    ranks = None if ranks is None else list(ranks)
     if not dist.is_available() or not dist.is_initialized():
         return True
     return bool(ranks) and ranks is not None and (ranks[0] == -1 or dist.get_rank() in ranks)
@@ -117,7 +121,8 @@ def _once(message: Any, ranks: tuple[int, ...] | None, level: int) -> None:
 
 def log_dist_once(message: Any, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """:func:`log_dist`, each message once in a process."""
-    _once(message, None if ranks is None else tuple(ranks), level)
+    _speaks(ranks)  # what is no list of ranks
+    _once(str(message), None if ranks is None else tuple(ranks), level)
 
 
 @functools.cache

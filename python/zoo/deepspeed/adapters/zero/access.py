@@ -16,16 +16,20 @@ class DeprecatedException(Exception):
     """What DeepSpeed raises for functions that are no longer there."""
 
 
-def _is_known(param: Any) -> bool:
+def _is_known(name: str, param: Any) -> bool:
+    if not isinstance(param, torch.Tensor):
+        raise ValueError(
+            f"{name} got {param!r}, a {type(param).__name__}; give it the parameter, as model.layer.weight."
+        )
     return getattr(type(param), "_zoo_bucket", None) is not None
 
 
 def _whole(read: Callable[..., Any]) -> Callable[..., Any]:
     def one(param: nn.Parameter) -> torch.Tensor | None:
-        return read(param) if _is_known(param) else None
+        return read(param) if _is_known(read.__name__, param) else None
 
     def state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-        return read(param, optim_state_key) if _is_known(param) else None
+        return read(param, optim_state_key) if _is_known(read.__name__, param) else None
 
     return _named(state if "state" in read.__name__ else one, read, "None for a parameter that no engine has.")
 
@@ -34,7 +38,7 @@ def _local(act: Callable[..., Any]) -> Callable[..., Any]:
     """DeepSpeed's are for stage 3 alone."""
 
     def check(param: Any) -> None:
-        if not hasattr(param, "ds_id"):
+        if not _is_known(act.__name__, param) or not hasattr(param, "ds_id"):
             raise AssertionError(
                 f"{act.__name__}: the tensor of shape {tuple(param.shape)} is no parameter that ZeRO stage 3 "
                 "partitions; safe_get_full_* and safe_set_full_* are for all stages."
@@ -81,7 +85,7 @@ safe_set_local_optimizer_state = _local(zero.safe_set_local_optimizer_state)
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """As :func:`zoo.zero.safe_get_full_grad`. ``param.grad`` for a parameter that no engine has."""
-    return zero.safe_get_full_grad(param) if _is_known(param) else param.grad
+    return zero.safe_get_full_grad(param) if _is_known("safe_get_full_grad", param) else param.grad
 
 
 def safe_update_full_grad_vectorized(
@@ -92,7 +96,7 @@ def safe_update_full_grad_vectorized(
     Parameters without a gradient, on any rank, are left out.
     """
     for param in param_list:
-        if not _is_known(param):
+        if not _is_known("safe_update_full_grad_vectorized", param):
             if param.grad is not None:
                 param.grad.copy_(update_func(param.grad, param))
             continue
