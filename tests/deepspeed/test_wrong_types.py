@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo.deepspeed.runtime import lr_schedules
+from zoo.deepspeed.utils import logging as logs
 
 import zoo.deepspeed as deepspeed
 from zoo import optim, zero
 from zoo.deepspeed import utils
-from zoo.deepspeed.runtime import lr_schedules
-from zoo.deepspeed.utils import logging as logs
 
 HUGE = 10**5000
 CONFIG: dict[str, Any] = {

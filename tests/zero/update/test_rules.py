@@ -240,6 +240,10 @@ WHOLE = {
     "nelement": with_rule(lambda self, group, index, p: 1.0 / p.nelement()),
     "dim": with_rule(lambda self, group, index, p: 0.1 if p.dim() > 1 else 1.0),
     "shape": with_rule(lambda self, group, index, p: 1.0 / p.shape[0]),
+    "later": with_rule(lambda self, group, index, p: 0.1 if self.state[p]["step"] > 4 and p.dim() > 1 else 1.0),
+    "norm later": with_rule(
+        lambda self, group, index, p: float(1 / (1 + p.grad.norm())) if self.state[p]["step"] > 9 else 1.0
+    ),
     "shape of grad": with_rule(lambda self, group, index, p: 1.0 / p.grad.shape[0]),
     "stride": with_rule(lambda self, group, index, p: 1.0 / p.stride(0)),
     "class": with_rule(lambda self, group, index, p: 0.1 if isinstance(p, nn.Parameter) else 1.0),
