@@ -243,11 +243,12 @@ def check_numbers(name: str, config: Any) -> None:
         several = isinstance(value, (list, tuple)) and "Rates" in meant
         for number in value if several else [value]:
             found = number.item() if getattr(number, "ndim", None) == 0 else number  # of torch or NumPy
-            if isinstance(found, Real):
-                if not isinstance(found, int) and not math.isfinite(found):
-                    raise ValueError(f"{name} got {option.name}={value}; it takes finite numbers.")
-                if isinstance(found, int) and found.bit_length() > _MOST_BITS:
+            if isinstance(found, int):
+                if found.bit_length() > _MOST_BITS:
                     raise ValueError(f"{name} got {option.name} with {found.bit_length()} bits; it takes smaller ones.")
+            elif isinstance(found, Real):
+                if not math.isfinite(found):
+                    raise ValueError(f"{name} got {option.name}={value}; it takes finite numbers.")
             elif not _may_be(found, meant):
                 raise ValueError(f"{name} got {option.name}={number!r}, a {type(number).__name__}; it takes a number.")
 
