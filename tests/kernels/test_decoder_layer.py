@@ -19,6 +19,7 @@ from zoo.kernels.packed_linear import pack_weight
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 Tensor = torch.Tensor
 HEADS, GROUPS, DIM, WIDTH, WIDE = 4, 2, 16, 32, 48
+NO_CACHE = (None, None, None)
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -77,7 +78,7 @@ def test_it_has_the_bits_of_its_operations(
     norms = before["head_norms"]
     mine = reference.before_cache(
         before["x"], *before["norm"], *before["qkv"], [n.weight for n in norms], [n.eps for n in norms], False,
-        before["cos"], before["sin"], HEADS, GROUPS,
+        before["cos"], before["sin"], *NO_CACHE, HEADS, GROUPS,
     )  # fmt: skip
     q, k, v = torch.split(mine.unflatten(2, (-1, DIM)).transpose(1, 2), [HEADS, GROUPS, GROUPS], 1)
     assert same_bits(qkv, mine)
@@ -86,6 +87,21 @@ def test_it_has_the_bits_of_its_operations(
     )
     assert same_bits(z, other)
     assert z.shape == before["x"].shape
+
+
+@pytest.mark.parametrize("mode", ["native", "reference"])
+def test_keys_and_values_go_into_a_cache(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
+    before, _ = arguments(2, 3, torch.float32, 0, True, False, 5)
+    keys, values_ = torch.zeros(2, GROUPS, 9, DIM), torch.zeros(2, GROUPS, 9, DIM)
+    places = torch.tensor([[4, 0, 2], [8, 1, 3]])
+    made, qkv = before_cache(**before, cache=(keys, values_, places)), before_cache(**before)
+    assert same_bits(made[:, :, : HEADS * DIM], qkv[:, :, : HEADS * DIM])  # k stays as it was before it was turned
+    k, v = torch.split(qkv.unflatten(2, (-1, DIM)).transpose(1, 2)[:, HEADS:], GROUPS, 1)
+    for row in range(2):
+        assert torch.equal(keys[row][:, places[row]], k[row])
+        assert torch.equal(values_[row][:, places[row]], v[row])
+    assert keys.count_nonzero() == k.count_nonzero()
 
 
 @pytest.mark.parametrize("bits", [0, 8])
@@ -106,7 +122,7 @@ def test_opcheck(bits: int) -> None:
     torch.library.opcheck(
         torch.ops.zoo.decoder_before_cache.default,
         (before["x"], *before["norm"], *before["qkv"], [n.weight for n in norms], [n.eps for n in norms], False,
-         before["cos"], before["sin"], HEADS, GROUPS),
+         before["cos"], before["sin"], *NO_CACHE, HEADS, GROUPS),
     )  # fmt: skip
     q, k = values(2 * HEADS * DIM, 0).view(1, HEADS, 2, DIM), values(4 * GROUPS * DIM, 1).view(1, GROUPS, 4, DIM)
     torch.library.opcheck(

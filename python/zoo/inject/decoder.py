@@ -175,16 +175,32 @@ def _in_two_calls(pieces: Pieces, call: _Call) -> Tensor | None:
     qkv, out, gate_up, down = products
     first, second = pieces.norms
     cos, sin = call.positions
+    layer, places = _placing(pieces, call)
     made = before_cache(
         x, first.now(), qkv, cos.contiguous(), sin.contiguous(), heads=pieces.heads, groups=pieces.groups,
-        head_norms=[] if pieces.head_norms is None else [norm.now() for norm in pieces.head_norms],
+        head_norms=[] if pieces.head_norms is None else [norm.now() for norm in pieces.head_norms], cache=places,
     )  # fmt: skip
-    q, k, v = _cached(pieces, made, call)
+    if places is None:
+        q, k, v = _cached(pieces, made, call)
+    else:
+        width = pieces.heads * pieces.dim
+        q = made[:, :, :width].view(*made.shape[:2], pieces.heads, pieces.dim).transpose(1, 2)
+        k, v = layer.placed(x.shape[1])
     shown = None if mask is None else mask[:, 0].expand(x.shape[0], x.shape[1], k.shape[2])
     return after_cache(
         x, q, k, v, shown, second.now(), scale=pieces.scaling, out=out, gate_up=gate_up, activation=pieces.activation,
         down=down,
     )  # fmt: skip
+
+
+def _placing(pieces: Pieces, call: _Call) -> tuple[Any, tuple[Tensor, Tensor, Tensor] | None]:
+    """A layer of a cache that says where its next tokens go, as those of ``zoo.inference`` do, and that."""
+    layers, index = getattr(call.cache, "layers", ()), pieces.attention.layer_idx
+    layer = layers[index] if index < len(layers) else None
+    place = getattr(layer, "place", None)
+    if place is None:
+        return layer, None
+    return layer, place(call.x.shape[0], call.x.shape[1], pieces.groups, pieces.dim, call.x)
 
 
 def _knows(

@@ -1,6 +1,7 @@
 // A decoder layer as two operators of torch, before and after the cache.
 //
-//   before:  qkv = rotary(heads(W_qkv·norm(x) + b)), heads: the norms of q and of k where there are
+//   before:  qkv = rotary(heads(W_qkv·norm(x) + b)), heads: the norms of q and of k where there are; k and v go into a
+//            cache too, as rotary_cache writes them
 //   after:   y = x + W_out·attention(q, K, V) + b, z = y + W_down·(φ(gate) ⊙ up), (gate, up) = W_gate_up·norm(y)
 //
 // There is no kernel here: each calls operators of this library, so that a layer costs Python two calls and not eleven,
@@ -57,7 +58,8 @@ at::Tensor norm_of(const at::Tensor& x, const at::Tensor& weight, double eps, bo
 at::Tensor before_cache(const at::Tensor& x, const at::Tensor& norm, double eps, bool plus_one, at::TensorList weights,
                         at::TensorList biases, at::IntArrayRef codes, at::TensorList head_norms,
                         at::ArrayRef<double> head_eps, bool heads_plus_one, const at::Tensor& cos,
-                        const at::Tensor& sin, int64_t heads, int64_t groups) {
+                        const at::Tensor& sin, const Optional& keys, const Optional& values, const Optional& places,
+                        int64_t heads, int64_t groups) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   check_dims(x, "x", 3);
   TORCH_CHECK_VALUE(heads >= 1 && groups >= 1, "there are ", heads, " heads and ", groups, " of k and v; at least 1.");
@@ -78,7 +80,7 @@ at::Tensor before_cache(const at::Tensor& x, const at::Tensor& norm, double eps,
   static const auto rotary =
       operator_of<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, const Optional&, const Optional&,
                        const Optional&, int64_t, int64_t, bool)>("zoo::rotary_cache_");
-  rotary.call(qkv, cos, sin, std::nullopt, std::nullopt, std::nullopt, heads, groups, false);
+  rotary.call(qkv, cos, sin, keys, values, places, heads, groups, false);
   return qkv;
 }
 
@@ -110,8 +112,8 @@ at::Tensor after_cache(const at::Tensor& x, const at::Tensor& q, const at::Tenso
 ZOO_OPERATORS(define) {
   define(
       "decoder_before_cache(Tensor x, Tensor norm, float eps, bool plus_one, Tensor[] weights, Tensor[] biases, "
-      "int[] codes, Tensor[] head_norms, float[] head_eps, bool heads_plus_one, Tensor cos, Tensor sin, int heads, "
-      "int groups) -> Tensor",
+      "int[] codes, Tensor[] head_norms, float[] head_eps, bool heads_plus_one, Tensor cos, Tensor sin, "
+      "Tensor(a!)? keys, Tensor(b!)? values, Tensor? places, int heads, int groups) -> Tensor",
       before_cache);
   define(
       "decoder_after_cache(Tensor x, Tensor q, Tensor keys, Tensor values, Tensor? mask, float scale, Tensor[] out, "

@@ -41,7 +41,7 @@ class RmsNorm(NamedTuple):
 
 def before_cache(
     x: Tensor, norm: RmsNorm, qkv: Product, cos: Tensor, sin: Tensor, *, heads: int, groups: int,
-    head_norms: Sequence[RmsNorm] = (),
+    head_norms: Sequence[RmsNorm] = (), cache: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """q, k and v of new tokens, turned to their positions: rotary(heads(W·norm(x) + b)).
 
@@ -53,6 +53,8 @@ def before_cache(
         cos, sin: (1 or B, T, R), contiguous.
         heads, groups: of q; of k and v.
         head_norms: of q and of k, with one ``plus_one``; or none.
+        cache: (keys, values, places) that k and v are written into, as ``rotary_cache_`` takes them; or None. With it
+            k is turned there alone.
 
     Returns:
         (B, T, (heads + 2·groups)·D): q, k and v beside each other, as ``rotary_cache_`` has them.
@@ -63,7 +65,7 @@ def before_cache(
     _refuse_gradients(x, norm.weight, *qkv.weights, *qkv.biases)
     y: Tensor = _before(
         x, *norm, *qkv, [n.weight for n in head_norms], [n.eps for n in head_norms],
-        bool(head_norms) and head_norms[0].plus_one, cos, sin, heads, groups,
+        bool(head_norms) and head_norms[0].plus_one, cos, sin, *(cache or (None, None, None)), heads, groups,
         check=lambda: _check(x, head_norms, heads, groups, (qkv,)),
     )  # fmt: skip
     return y

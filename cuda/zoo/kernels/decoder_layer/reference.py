@@ -16,17 +16,17 @@ Tensor = torch.Tensor
 
 def before_cache(
     x: Tensor, norm: Tensor, eps: float, plus_one: bool, weights: list[Tensor], biases: list[Tensor], codes: list[int],
-    head_norms: list[Tensor], head_eps: list[float], heads_plus_one: bool, cos: Tensor, sin: Tensor, heads: int,
-    groups: int,
+    head_norms: list[Tensor], head_eps: list[float], heads_plus_one: bool, cos: Tensor, sin: Tensor,
+    keys: Tensor | None, values: Tensor | None, places: Tensor | None, heads: int, groups: int,
 ) -> Tensor:  # fmt: skip
     """See :func:`zoo.kernels.decoder_layer.before_cache`."""
     qkv = _product(rms_norm(x, norm, eps=eps, plus_one=plus_one), weights, biases, codes)
     parts = qkv.view(*qkv.shape[:2], heads + 2 * groups, -1)
-    places = (slice(0, heads), slice(heads, heads + groups))
-    for place, weight, own in zip(places, head_norms, head_eps, strict=False):
-        part = parts[:, :, place]
+    of_heads = (slice(0, heads), slice(heads, heads + groups))
+    for which, weight, own in zip(of_heads, head_norms, head_eps, strict=False):
+        part = parts[:, :, which]
         part.copy_(rms_norm(part.contiguous(), weight, eps=own, plus_one=heads_plus_one))
-    rotary_cache_(qkv, cos, sin, q_heads=heads, kv_heads=groups)
+    rotary_cache_(qkv, cos, sin, keys=keys, values=values, places=places, q_heads=heads, kv_heads=groups)
     return qkv
 
 

@@ -1,0 +1,12 @@
+"""Generation: a cache whose memory is there from the start, sampling as a function of place, slots.
+
+* :func:`generate`: many prompts over few slots; a row that ends is given to the next prompt.
+* :class:`Cache`: a cache of transformers for unmodified ``generate``; :func:`forecast`: its bytes, before it is there.
+* :class:`Sampling`: the token is a function of seed, sequence and place, whatever the batch, slot or order.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,4 @@
+from .cache import Cache as Cache
+from .cache import forecast as forecast
+from .generation import generate as generate
+from .sampling import Sampling as Sampling

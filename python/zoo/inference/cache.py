@@ -1,0 +1,249 @@
+"""Keys and values of past tokens, in memory that is there from the start.
+
+transformers' dynamic cache joins what it has and what comes, so that each token of each layer copies all tokens before
+it. Here a token is written to its place: a layer's keys and values are two tensors (rows, heads, room, dim).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import cache_utils
+
+Tensor = torch.Tensor
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """How many tokens each layer of a model sees, the newest with them; None: all.
+
+    Raises:
+        ValueError: a layer is neither of full nor of sliding attention.
+    """
+    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    window = getattr(config, "sliding_window", None)
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [SLIDING if window is not None else FULL] * count
+    other = sorted(set(kinds) - {FULL, SLIDING})
+    if other:
+        raise ValueError(
+            f"{type(config).__name__} has layers of {', '.join(other)}; zoo.inference knows {FULL} and {SLIDING}: let "
+            "transformers make its own cache for this model."
+        )
+    return [window if kind == SLIDING else None for kind in kinds]
+
+
+@torch.no_grad()
+def forecast(model: nn.Module, *, rows: int, room: int) -> int:
+    """Bytes of a cache of this model before it is there, on this rank.
+
+    Σ over layers of rows·heads·min(room, 2·window)·(dim of keys + dim of values) numbers. One token is computed, which
+    shows heads, dims and dtype as they are, split over ranks or not.
+
+    Args:
+        model: of transformers.
+        rows, room: of sequences; of tokens, prompt included.
+    """
+    config: Any = model.config
+    probe = Cache(config, 1, keep_all=True)
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[]):
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), cache=probe, use_cache=True)
+    layers: Any = probe.layers
+    tokens = [room if window is None else min(room, 2 * window) for window in windows_of(config)]
+    return sum(rows * n * (layer.keys.nbytes + layer.values.nbytes) for n, layer in zip(tokens, layers, strict=True))
+
+
+class Cache(cache_utils.Cache):
+    """A cache of transformers whose memory has room for ``room`` tokens a row; ``generate(..., cache=Cache(...))``.
+
+    Sliding layers have memory for two windows: their newest tokens lie one behind the other, and move to its beginning
+    once in a window. Memory is allocated when the first tokens come, with their heads, dtype and device.
+
+    Args:
+        config: ``model.config``.
+        room: tokens of a row, prompt included. More are refused by ValueError, before anything is written.
+        keep_all: sliding layers keep all tokens too.
+    """
+
+    def __init__(self, config: Any, room: int, *, keep_all: bool = False) -> None:
+        if type(room) is not int or room < 1:
+            raise ValueError(f"room={room!r}; it must be a whole number of tokens, at least 1.")
+        windows = windows_of(config)
+        super().__init__(layers=[_Full(room) if keep_all or w is None else _Window(room, w) for w in windows])
+        self.room = room
+
+    @property
+    def num_bytes(self) -> int:
+        """That are allocated."""
+        layers: Any = self.layers
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
+
+
+class _Placed(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """What full and sliding layers have in common. length: tokens that came."""
+
+    is_compileable = False
+    is_croppable = True
+    keys: Any
+    values: Any
+
+    def __init__(self, room: int, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.room, self.size, self.length = room, size, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate."""
+        rows, heads = key_states.shape[:2]
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = key_states.new_empty(rows, heads, self.size, key_states.shape[3])
+        self.values = value_states.new_empty(rows, heads, self.size, value_states.shape[3])
+        self.is_initialized = True
+
+    def _admit(self, key_states: Tensor, value_states: Tensor) -> int:
+        """How many tokens there are with the new ones."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._length_with(key_states.shape[0], key_states.shape[2])
+
+    def _length_with(self, rows: int, tokens: int) -> int:
+        length = self.length + tokens
+        if length > self.room:
+            raise ValueError(
+                f"the cache has room for {self.room} tokens a row; {self.length} are in it and {tokens} come. Make it "
+                "with more room, or generate fewer tokens."
+            )
+        if rows != self.keys.shape[0]:
+            raise ValueError(
+                f"the cache has {self.keys.shape[0]} rows and {rows} come, whatever is reset: make another cache."
+            )
+        return length
+
+    def get_seq_length(self) -> int:
+        """Tokens that came."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """The room."""
+        return self.room
+
+    def reset(self) -> None:
+        """Nothing is in it; memory stays."""
+        self.length = 0
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row several times."""
+        if self.is_initialized:
+            self.keys = self.keys.repeat_interleave(repeats, 0)
+            self.values = self.values.repeat_interleave(repeats, 0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """These rows."""
+        if self.is_initialized:
+            self.keys, self.values = self.keys[indices], self.values[indices]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows become these rows."""
+        self.batch_select_indices(beam_idx)
+
+    def _refuse_crop(self, why: str) -> NoReturn:
+        raise ValueError(f"this cache cannot be cropped: {why}")
+
+
+class _Full(_Placed):  # type: ignore[no-untyped-call]
+    is_sliding = False
+
+    def __init__(self, room: int) -> None:
+        super().__init__(room, room)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Write what comes; all that is there."""
+        begin, length = self.length, self._admit(key_states, value_states)
+        self.keys[:, :, begin:length], self.values[:, :, begin:length] = key_states, value_states
+        self.length = length
+        return self.keys[:, :, :length], self.values[:, :, :length]
+
+    def place(self, rows: int, tokens: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where the next tokens go: keys, values, places. Who has written them there calls :meth:`placed`. None: they
+        have to come by :meth:`update`."""
+        if not self.is_initialized or self.keys.shape[1:4:2] != (heads, dim) or self.keys.dtype is not like.dtype:
+            return None
+        if not (self.keys.is_contiguous() and self.values.is_contiguous() and self.values.shape == self.keys.shape):
+            return None
+        length = self._length_with(rows, tokens)
+        return self.keys, self.values, torch.arange(self.length, length, device=like.device)[None]
+
+    def placed(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """They are there; all that is there."""
+        self.length += tokens
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys, the place of the first of them)."""
+        return self.length + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """The last -tokens_to_remove tokens go."""
+        if tokens_to_remove > 0 or -tokens_to_remove > self.length:
+            self._refuse_crop(f"{tokens_to_remove} is not between {-self.length} and 0.")
+        self.length += tokens_to_remove
+
+
+class _Window(_Placed):  # type: ignore[no-untyped-call]
+    """Of the tokens that came the last window - 1 lie from ``begin`` on."""
+
+    is_sliding = True
+
+    def __init__(self, room: int, window: int) -> None:
+        super().__init__(room, min(room, 2 * window))
+        self.window, self.sliding_window, self.begin = window, window, 0
+
+    def _kept(self) -> int:
+        return min(self.length, self.window - 1)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Write what comes; what was kept, and that."""
+        length, kept, new = self._admit(key_states, value_states), self._kept(), key_states.shape[2]
+        own, more = (self.keys, self.values), (key_states, value_states)
+        if kept + new > self.size:  # more than there is memory for, and more than is kept
+            whole = [
+                torch.cat([one[:, :, self.begin : self.begin + kept], two], 2)
+                for one, two in zip(own, more, strict=True)
+            ]
+            self.begin, self.length = 0, length
+            for one, two in zip(own, whole, strict=True):
+                one[:, :, : self._kept()] = two[:, :, two.shape[2] - self._kept() :]
+            return whole[0], whole[1]
+        if self.begin + kept + new > self.size:
+            for one in own:
+                one[:, :, :kept] = one[:, :, self.begin : self.begin + kept].clone()
+            self.begin = 0
+        end = self.begin + kept + new
+        for one, two in zip(own, more, strict=True):
+            one[:, :, end - new : end] = two
+        seen = slice(self.begin, end)
+        self.length = length
+        self.begin = end - self._kept()
+        return self.keys[:, :, seen], self.values[:, :, seen]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys, the place of the first of them)."""
+        return self._kept() + query_length, self.length - self._kept()
+
+    def reset(self) -> None:
+        """Nothing is in it; memory stays."""
+        self.length = self.begin = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """The last -tokens_to_remove tokens go, as long as none has left the window."""
+        if tokens_to_remove > 0 or -tokens_to_remove > self.length:
+            self._refuse_crop(f"{tokens_to_remove} is not between {-self.length} and 0.")
+        if tokens_to_remove and self.length >= self.window:
+            self._refuse_crop(f"{self.length} tokens came, and a sliding layer keeps {self.window - 1}.")
+        self.length += tokens_to_remove

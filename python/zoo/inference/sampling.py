@@ -1,0 +1,103 @@
+"""Sampling as a function of place: who asks for the same token again gets it, in whatever batch, slot or order.
+
+The noise of a token is a function of (seed, sequence, position, token), a word w of Philox4x32-10 (Salmon et al. 2011),
+u = (w + 1/2)/2^32 and g = -log(-log u), standard Gumbel. argmax(z + g) over tokens is a draw from softmax(z) (Gumbel
+1954; Maddison et al. 2014, section 2): no generator has a state that rows would share.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from zoo.kernels.philox import blocks
+
+Tensor = torch.Tensor
+_SPREAD = 27.0
+"""No noise is farther from another: -log(-log(1 - 2^-33)) + log(-log(2^-33)) < 22.9 + 3.2."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Attributes:
+        temperature: logits are divided by it; 0 is the most likely token.
+        top_k: only the k most likely tokens; 0: all. Tokens as likely as the k-th are kept.
+        top_p: only the fewest most likely tokens whose probabilities, after temperature and top_k, sum to at least
+            this; 1: all.
+        seed: of the noise, below 2^63.
+
+    Raises:
+        ValueError: a number that cannot be.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.temperature) not in (int, float) or not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature!r}; it must be a number, 0 or more.")
+        if type(self.top_k) is not int or self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k!r}; it must be a whole number, 0 or more.")
+        if type(self.top_p) not in (int, float) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p!r}; it must be above 0 and at most 1.")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed!r}; it must be a whole number from 0 to 2^63 - 1.")
+
+    @torch.no_grad()
+    def pick(self, logits: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:
+        """The next token of each row.
+
+        Args:
+            logits: (B, V), of any floating dtype.
+            sequences: (B,) int64, which sequence a row is: below 2^31.
+            positions: (B,) int64, how many tokens were drawn for it before: below 2^31.
+
+        Returns:
+            (B,) int64. What a row gets depends on its logits, its sequence and its position alone.
+        """
+        if logits.dim() != 2 or not (len(logits) == len(sequences) == len(positions)):
+            raise ValueError(
+                f"logits have shape {tuple(logits.shape)}, with {len(sequences)} sequences and {len(positions)} "
+                "positions; it must be (B, V), and B of each."
+            )
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        rows = zip(logits, sequences.tolist(), positions.tolist(), strict=True)
+        return torch.stack([self._pick(row, sequence, position) for row, sequence, position in rows])
+
+    def _pick(self, logits: Tensor, sequence: int, position: int) -> Tensor:
+        z = logits.double() / self.temperature
+        tokens: Tensor | None = None
+        if 0 < self.top_k < len(z):
+            least = z.topk(self.top_k).values[-1]
+            tokens = (z >= least).nonzero()[:, 0]
+            z = z[tokens]
+        if self.top_p < 1:
+            kept = _nucleus(z, self.top_p)
+            z, tokens = z[kept], kept if tokens is None else tokens[kept]
+        if tokens is None:
+            # Exact: noise cannot lift what lies farther below the greatest.
+            tokens = (z > z.max() - _SPREAD).nonzero()[:, 0]
+            z = z[tokens]
+        return tokens[(z + self.noise(sequence, position, tokens)).argmax()]
+
+    def noise(self, sequence: int, position: int, tokens: Tensor) -> Tensor:
+        """g of these tokens (int64), fp64."""
+        words = blocks(self.seed, sequence << 32 | position, tokens >> 2)
+        word = words.gather(1, (tokens & 3)[:, None])[:, 0]
+        u = (word.double() + 0.5) / 2**32
+        return -torch.log(-torch.log(u))
+
+
+def _nucleus(z: Tensor, top_p: float) -> Tensor:
+    """Places of the fewest most likely numbers whose probabilities sum to at least top_p, in their order."""
+    ordered, places = torch.sort(z, descending=True, stable=True)
+    before = torch.softmax(ordered, 0).cumsum(0).roll(1)
+    before[0] = 0.0
+    return places[before < top_p].sort().values

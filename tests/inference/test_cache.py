@@ -1,0 +1,124 @@
+"""A cache whose memory is there from the start gives what a growing one gives, in the bytes that were told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.inject.models import model_of, prompts
+from tests.profiles import examples
+
+pytest.importorskip("transformers")
+from transformers import DynamicCache, LlamaConfig, MistralConfig
+
+from zoo.inference import Cache, forecast
+from zoo.inject import inject
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {}, "Mistral": {"sliding_window": 4}, "Qwen3": {},
+    "Gemma2": {"sliding_window": 4, "attn_implementation": "eager"}, "Ministral": {"sliding_window": 4},
+    "GPTNeoX": {}, "Phi3": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("injected", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_takes_it(family: str, injected: bool) -> None:
+    model = model_of(family, **FAMILIES[family])
+    if injected and family not in ("Gemma2", "GPTNeoX"):
+        inject(model)
+    for side in (None, "left"):
+        for beams in (1, 3):
+            options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams}
+            cache = Cache(model.config, 7 + 12)
+            found = model.generate(**prompts(side), cache=cache, **options)
+            assert torch.equal(found, model.generate(**prompts(side), **options))
+            assert cache.num_bytes == forecast(model, rows=3 * beams, room=7 + 12)
+
+
+@examples(times=3)
+@given(
+    window=st.sampled_from([None, 2, 3, 5, 8]), room=st.integers(1, 24),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=9), again=st.booleans(),
+)  # fmt: skip
+def test_it_has_what_a_growing_cache_has(window: int | None, room: int, cuts: list[int], again: bool) -> None:
+    config = (
+        LlamaConfig(num_hidden_layers=1)
+        if window is None
+        else MistralConfig(num_hidden_layers=1, sliding_window=window)
+    )
+    cache = Cache(config, room)
+    for turn in range(2 if again else 1):
+        right = DynamicCache(config=config)
+        cache.reset()
+        generator = torch.Generator().manual_seed(turn)
+        length = 0
+        for new in cuts:
+            k, v = (torch.randn(2, 3, new, 4, generator=generator) for _ in range(2))
+            if length + new > room:
+                with pytest.raises(
+                    ValueError, match=f"room for {room} tokens a row; {length} are in it and {new} come"
+                ):
+                    cache.update(k, v, 0)
+                break
+            assert cache.get_mask_sizes(new, 0) == right.get_mask_sizes(new, 0)
+            for one, other in zip(cache.update(k, v, 0), right.update(k, v, 0), strict=True):
+                assert torch.equal(one, other)
+            length += new
+            assert cache.get_seq_length() == length
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("injected", [False, True])
+def test_a_prompt_in_pieces_is_the_prompt(family: str, injected: bool) -> None:
+    model = model_of(family, torch.float64 if not injected else torch.float32, **FAMILIES[family])
+    if injected:
+        inject(model)
+    ids = torch.randint(3, 97, (2, 15), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        for cuts in ([15], [1] * 15, [3, 5, 7], [9, 1, 1, 4], [2, 12, 1]):
+            cache, found = Cache(model.config, 15), []
+            for piece in ids.split(cuts, 1):
+                found.append(model(piece, cache=cache, use_cache=True).logits)
+            torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_can_be_taken_back() -> None:
+    model = model_of("Llama")
+    ids = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(0))
+    cache = Cache(model.config, 12)
+    with torch.no_grad():
+        model(ids, cache=cache)
+        cache.crop(-3)
+        found = model(ids[:, 6:], cache=cache).logits
+        torch.testing.assert_close(found, model(ids, use_cache=False).logits[:, 6:], rtol=1e-4, atol=1e-5)
+    for wrong in (1, -10):
+        with pytest.raises(ValueError, match=f"{wrong} is not between -9 and 0"):
+            cache.crop(wrong)
+    sliding = Cache(MistralConfig(num_hidden_layers=1, sliding_window=3), 9)
+    sliding.update(torch.ones(1, 1, 5, 2), torch.ones(1, 1, 5, 2), 0)
+    with pytest.raises(ValueError, match="5 tokens came, and a sliding layer keeps 2"):
+        sliding.crop(-1)
+
+
+def test_what_cannot_be_is_told() -> None:
+    model = model_of("Llama")
+    with pytest.raises(ValueError, match="room for 10 tokens a row; 10 are in it and 1 come"):
+        model.generate(**prompts(), max_new_tokens=12, do_sample=False, cache=Cache(model.config, 10))
+    with pytest.raises(ValueError, match="room for 5 tokens a row; 0 are in it and 7 come"):
+        model.generate(**prompts(), max_new_tokens=1, cache=Cache(model.config, 5))
+    cache = Cache(model.config, 20)
+    model(prompts()["input_ids"], cache=cache)
+    with pytest.raises(ValueError, match="the cache has 3 rows and 1 come"):
+        model(prompts()["input_ids"][:1], cache=cache)
+    for room in (0, -1, 2.0, "8"):
+        with pytest.raises(ValueError, match="must be a whole number of tokens"):
+            Cache(model.config, room)  # type: ignore[arg-type]
+    config = LlamaConfig(num_hidden_layers=2)
+    config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(ValueError, match="LlamaConfig has layers of chunked_attention"):
+        Cache(config, 8)

@@ -1,0 +1,117 @@
+"""Many prompts over few slots: what each gets depends on nothing but itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.inject.models import model_of
+from tests.profiles import examples
+
+pytest.importorskip("transformers")
+
+from zoo.inference import Sampling, generate
+from zoo.inject import inject
+from zoo.nn import pack_linears
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {}, "Mistral": {"sliding_window": 4}, "Qwen3": {},
+    "Gemma2": {"sliding_window": 4, "attn_implementation": "eager"}, "Ministral": {"sliding_window": 4},
+    "GPTNeoX": {}, "OPT": {"word_embed_proj_dim": 32, "ffn_dim": 48}, "Phi3": {},
+}  # fmt: skip
+MODELS: dict[Any, Any] = {}
+
+
+def some_prompts(lengths: list[int], seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 97, (n,), generator=generator) for n in lengths]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    model = model_of(family, **FAMILIES[family])
+    prompts = some_prompts([5, 1, 9, 3, 7])
+    right = [model.generate(p[None], max_new_tokens=8, do_sample=False)[0, len(p) :] for p in prompts]
+    for slots in (1, 2, 5, 9):
+        found = generate(model, prompts, max_new_tokens=8, slots=slots)
+        assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+
+
+def invariant(bits: int, dtype: torch.dtype) -> Any:
+    if (bits, dtype) not in MODELS:
+        model = model_of("Llama", dtype, hidden_size=64, intermediate_size=96, head_dim=16)
+        if bits < 16:
+            pack_linears(model, bits=bits, group_size=16)
+        inject(model, invariant=True)
+        MODELS[bits, dtype] = model
+    return MODELS[bits, dtype]
+
+
+@examples(times=1)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6), slots=st.integers(1, 4), most=st.integers(1, 7),
+    temperature=st.sampled_from([0.0, 1.0, 1.5]), top_k=st.sampled_from([0, 5]), bits=st.sampled_from([16, 8, 4]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), end=st.sampled_from([[], [5, 40, 41, 90]]),
+    seed=st.integers(0, 99), more=st.integers(0, 5),
+)  # fmt: skip
+def test_neither_slots_nor_order_nor_others_count(
+    lengths: list[int], slots: int, most: int, temperature: float, top_k: int, bits: int, dtype: torch.dtype,
+    end: list[int], seed: int, more: int,
+) -> None:  # fmt: skip
+    model, prompts = invariant(bits, dtype), some_prompts(lengths, seed)
+    options: dict[str, Any] = {
+        "max_new_tokens": most, "end": end, "sampling": Sampling(temperature=temperature, top_k=top_k, seed=seed)
+    }  # fmt: skip
+    alone = [generate(model, [p], sequences=[i], **options)[0] for i, p in enumerate(prompts)]
+    found = generate(model, prompts, slots=slots, room=max(lengths) + most + more, **options)
+    assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+    names = list(reversed(range(len(prompts))))
+    back = generate(model, prompts[::-1], slots=slots, sequences=names, **options)
+    assert all(torch.equal(one, other) for one, other in zip(back, reversed(alone), strict=True))
+    for one in alone:
+        ended = [i for i, token in enumerate(one.tolist()) if token in end]
+        assert len(one) == (ended[0] + 1 if ended else most)
+
+
+def test_equal_prompts_draw_different_tokens() -> None:
+    model = invariant(16, torch.float32)
+    prompt = some_prompts([4])[0]
+    found = generate(model, [prompt] * 4, max_new_tokens=6, end=[], sampling=Sampling(temperature=2.0))
+    assert len({tuple(one.tolist()) for one in found}) == 4
+    assert generate(model, [], max_new_tokens=3) == []
+
+
+def test_a_short_row_is_not_touched_by_what_was_in_its_slot() -> None:
+    """An infinite number that a longer row left behind must not come back through a mask."""
+    model = invariant(16, torch.float32)
+    prompts = some_prompts([12, 2, 2])
+    alone = [generate(model, [p], max_new_tokens=5, end=[])[0] for p in prompts]
+    found = generate(model, prompts, max_new_tokens=5, end=[], slots=2)
+    assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+
+
+def test_what_cannot_be_is_told_before_anything_is_computed() -> None:
+    model = model_of("Llama")
+    prompts = some_prompts([3, 6])
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    for wrong, match in [
+        ({"max_new_tokens": 0}, "max_new_tokens=0; it must be a whole number"),
+        ({"max_new_tokens": 2, "slots": 0}, "slots=0"),
+        ({"max_new_tokens": 2, "room": 7}, "room=7, and prompt 1 has 6 tokens and gets 2 more; it must be at least 8"),
+        ({"max_new_tokens": 2, "sequences": [1]}, "2 prompts and 1 sequences"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            generate(model, prompts, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompt 1 has shape"):
+        generate(model, [prompts[0], torch.zeros(0, dtype=torch.int64)], max_new_tokens=2)
+    with pytest.raises(ValueError, match="prompt 0 has shape"):
+        generate(model, [prompts[0][None]], max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        generate(model.train(), prompts, max_new_tokens=2)
+    with pytest.raises(ValueError, match="no causal model of transformers"):
+        generate(torch.nn.Linear(2, 2).eval(), prompts, max_new_tokens=2)
+    assert not calls

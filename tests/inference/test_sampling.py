@@ -1,0 +1,101 @@
+"""A token is a draw from what the logits say, and a function of its place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.profiles import examples
+
+pytest.importorskip("transformers")
+
+from zoo.inference import Sampling
+from zoo.kernels.philox import words
+
+
+def drawn(sampling: Sampling, logits: torch.Tensor, count: int) -> torch.Tensor:
+    """How often each token comes at ``count`` places, as shares."""
+    places = torch.arange(count)
+    found = sampling.pick(logits.expand(count, -1), places % 7, places // 7)
+    return torch.bincount(found, minlength=len(logits)) / count
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8}]
+)
+def test_shares_are_probabilities(options: dict[str, Any]) -> None:
+    logits = torch.tensor([1.0, 0.2, -0.5, 2.0, 0.0, -3.0, 1.5])
+    sampling = Sampling(**options)
+    z = logits.double() / sampling.temperature
+    if sampling.top_k:
+        z[z < z.sort(descending=True).values[sampling.top_k - 1]] = -math.inf
+    p = z.softmax(0)
+    ordered = p.sort(descending=True)
+    kept = ordered.indices[: int((ordered.values.cumsum(0) < sampling.top_p).sum()) + 1]
+    right = torch.zeros_like(p)
+    right[kept] = p[kept] / p[kept].sum()
+    count = 7000
+    found = drawn(sampling, logits, count).double()
+    assert bool((found[right == 0] == 0).all())
+    assert bool(((found - right).abs() <= 5 * (right * (1 - right) / count).sqrt()).all())
+
+
+@examples(times=2)
+@given(
+    batch=st.integers(1, 5), vocabulary=st.integers(1, 40), top_k=st.sampled_from([0, 1, 3]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]), temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    seed=st.integers(0, 2**62), spread=st.sampled_from([0.1, 3.0, 60.0]),
+)  # fmt: skip
+def test_neither_batch_nor_order_counts(
+    batch: int, vocabulary: int, top_k: int, top_p: float, temperature: float, seed: int, spread: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(batch, vocabulary, generator=generator) * spread
+    sequences, positions = (torch.randint(2**31, (batch,), generator=generator) for _ in range(2))
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    found = sampling.pick(logits, sequences, positions)
+    order = torch.randperm(batch, generator=generator)
+    assert torch.equal(sampling.pick(logits[order], sequences[order], positions[order]), found[order])
+    for row in range(batch):
+        one = slice(row, row + 1)
+        assert torch.equal(sampling.pick(logits[one], sequences[one], positions[one]), found[one])
+    # What is left out is left out exactly: the noise of all tokens says the same.
+    if temperature and not top_k and top_p == 1:
+        tokens = torch.arange(vocabulary)
+        for row in range(batch):
+            noise = sampling.noise(int(sequences[row]), int(positions[row]), tokens)
+            assert int((logits[row].double() / temperature + noise).argmax()) == int(found[row])
+
+
+def test_the_noise_of_a_token_is_a_word_of_its_place() -> None:
+    sampling = Sampling(seed=12345678901234)
+    tokens = torch.tensor([0, 1, 5, 38, 39])
+    word = words(sampling.seed, 3 << 32 | 17, 40)[tokens].double()
+    right = -(-((word + 0.5) / 2**32).log()).log()
+    assert torch.equal(sampling.noise(3, 17, tokens), right)
+    assert not torch.equal(sampling.noise(3, 18, tokens), right)
+    assert not torch.equal(sampling.noise(4, 17, tokens), right)
+
+
+def test_no_noise_is_farther_from_another_than_what_is_left_out() -> None:
+    from zoo.inference import sampling
+
+    least, most = (-math.log(-math.log((word + 0.5) / 2**32)) for word in (0, 2**32 - 1))
+    assert most - least < sampling._SPREAD
+
+
+def test_what_cannot_be_is_told() -> None:
+    for name, wrong in [
+        ("temperature", -1.0), ("temperature", math.inf), ("temperature", "1"), ("temperature", math.nan),
+        ("top_k", -1), ("top_k", 2.5), ("top_p", 0.0), ("top_p", 1.5), ("top_p", None), ("seed", -1), ("seed", 2**63),
+        ("seed", True),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name}="):
+            Sampling(**{name: wrong})  # type: ignore[arg-type]
+    one = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"it must be \(B, V\), and B of each"):
+        Sampling().pick(torch.zeros(2, 3), one, one)
