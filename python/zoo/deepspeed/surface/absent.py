@@ -12,7 +12,11 @@ from pathlib import Path
 
 from zoo.deepspeed.modules import Refused
 
-_INFERENCE = "there is no inference engine yet; a trained model runs as the torch module that it is."
+_INFERENCE = (
+    "there is no server of ragged batches, nor its kernels; deepspeed.init_inference makes an engine that generates, "
+    "and a trained model runs as the torch module that it is."
+)
+_CODES = "weights in codes are zoo.nn.pack_linears' and zoo.compression's; init_inference packs them with dtype=int8."
 _PROFILER = (
     "there is no profiler of operations yet; torch.utils.flop_counter counts them, and wall_clock_breakdown times."
 )
@@ -59,7 +63,7 @@ ABSENT: Mapping[str, str] = {
     "elasticity": "there is no elastic training yet; torchrun restarts jobs, and checkpoints fit any number of ranks.",
     "env_report": "Ascend's devices are not among zoo's; the rest of the report is there.",
     "inference": _INFERENCE,
-    "init_inference": _INFERENCE,
+    "inference.quantization": _CODES,
     "linear": _LORA,
     "model_implementations": _INFERENCE,
     "module_inject": _TENSOR_PARALLEL,
@@ -110,8 +114,6 @@ ABSENT: Mapping[str, str] = {
     "DeepSpeedHybridEngine": _ROLLOUT,
     "DeepSpeedTransformerConfig": _TRANSFORMER,
     "DeepSpeedTransformerLayer": _TRANSFORMER,
-    "InferenceEngine": _INFERENCE,
-    "default_inference_config": _INFERENCE,
     "replace_transformer_layer": _TENSOR_PARALLEL,
     "DualPipeVEngine": _DUALPIPE,
     "DualPipeVModule": _DUALPIPE,

@@ -38,12 +38,9 @@ _ONE_KEY: Names = {"get_scalar_param": f"{_SECTIONS}:get_scalar_param"}
 _SETTINGS = "zoo.deepspeed.adapters.configuration.data_classes"
 
 
-def _settings(names: str, **others: str) -> dict[str, Name | str]:
+def _settings(names: str) -> dict[str, Name | str]:
     """Of parts that are not there: they can be made and read."""
-    return {
-        **{name: f"{_SETTINGS}:{name}" for name in names.split()},
-        **{name: f"{_SETTINGS}:{home}" for name, home in others.items()},
-    }
+    return {name: f"{_SETTINGS}:{name}" for name in names.split()}
 
 
 _LINEAR = _settings("LoRAConfig QuantizationConfig")
@@ -52,11 +49,6 @@ _ROLLOUT = _settings("RolloutBatch RolloutConfig RolloutEngine RolloutRequest Sa
 TABLE: Table = {
     "autotuning.utils": _settings("get_val_by_key set_val_by_key"),
     "compile.config": _settings("CompileConfig"),
-    "inference.config": _settings(
-        "ActivationQuantConfig BaseQuantConfig DeepSpeedInferenceConfig DeepSpeedMoEConfig DeepSpeedTPConfig DtypeEnum "
-        "InferenceCheckpointConfig MoETypeEnum QKVQuantConfig QuantTypeEnum WeightQuantConfig",
-        QuantizationConfig="InferenceQuantizationConfig",
-    ),
     "linear": _LINEAR,
     "linear.config": _LINEAR,
     "profiling.config": _settings("DeepSpeedFlopsProfilerConfig"),
@@ -66,7 +58,6 @@ TABLE: Table = {
     "runtime.tensor_parallel": _settings("AUTOTP_MODE"),
     "runtime.tensor_parallel.config": _settings("AUTOTP_MODE TPConfig"),
     "": {
-        "DeepSpeedInferenceConfig": f"{_SETTINGS}:DeepSpeedInferenceConfig",
         "DeepSpeedConfig": Name(
             f"{_DOCUMENTS}:DeepSpeedConfig",
             "batch sizes that do not fit are a ConfigError; sections of what zoo does not have are no attributes.",

@@ -1,4 +1,4 @@
-"""The root, the engine, and the ZeRO names that models and optimizers have."""
+"""The root, the engines of training and of inference, and the ZeRO names that models and optimizers have."""
 
 from __future__ import annotations
 
@@ -30,8 +30,44 @@ _ZERO: Names = {
     "ZeroParamType": f"{_PARAMETERS}:ZeroParamType",
 }
 
+_INFERENCE = "zoo.deepspeed.adapters.inference"
+_GENERATES: Names = {
+    "InferenceEngine": Name(
+        f"{_INFERENCE}.engine:InferenceEngine",
+        "the model is put into eval(); generate refuses more than max_out_tokens, prompt included; beams run.",
+    ),
+}
+_SETTINGS: Names = {
+    "DeepSpeedInferenceConfig": Name(
+        f"{_INFERENCE}.config:DeepSpeedInferenceConfig",
+        "unknown keys are told with those like them; keys of former times are no attributes; quant may be a number of "
+        "groups, or a tuple.",
+    ),
+}
+
 TABLE: Table = {
+    "inference": {},
+    "inference.engine": _GENERATES,
+    "inference.config": {
+        **_SETTINGS,
+        **{
+            name: f"{_INFERENCE}.config:{name}"
+            for name in (
+                "ActivationQuantConfig", "BaseQuantConfig", "DeepSpeedMoEConfig", "DeepSpeedTPConfig", "DtypeEnum",
+                "InferenceCheckpointConfig", "MoETypeEnum", "QKVQuantConfig", "QuantTypeEnum", "WeightQuantConfig",
+            )
+        },
+        "QuantizationConfig": f"{_INFERENCE}.config:InferenceQuantizationConfig",
+    },
     "": {
+        **_GENERATES,
+        **_SETTINGS,
+        "init_inference": Name(
+            f"{_INFERENCE}.entry:init_inference",
+            "parameters are cast, angles of rotary positions are not; a layer is injected where that is proved; int8 "
+            "is codes in groups of 32; no CUDA graphs; weights are not streamed (zero).",
+        ),
+        "default_inference_config": f"{_INFERENCE}.entry:default_inference_config",
         "initialize": f"{_ENTRY}:initialize",
         "init_distributed": Name(
             f"{_ENTRY}:init_distributed",
@@ -93,4 +129,4 @@ TABLE: Table = {
         "dist": "zoo.deepspeed.comm",
     },
     "runtime.zero.utils": {"ZeRORuntimeException": f"{_PARAMETERS}:ZeRORuntimeException"},
-}
+}  # fmt: skip

@@ -11,8 +11,8 @@ from torch import nn
 
 from zoo.config import ConfigError
 from zoo.deepspeed.adapters.communication import groups
-from zoo.deepspeed.adapters.configuration.data_classes import DeepSpeedTPConfig as TPConfig
 from zoo.deepspeed.adapters.configuration.sections import like
+from zoo.deepspeed.adapters.inference.config import DeepSpeedTPConfig as TPConfig
 from zoo.deepspeed.adapters.tensor.layers import comm_of
 from zoo.deepspeed.adapters.tensor.specs import AutoTPConfig, AutoTPPresets, merge_autotp_configs
 from zoo.tensor.config import TensorParallelConfig

@@ -1,0 +1,168 @@
+"""What becomes of the fields of ``DeepSpeedInferenceConfig``: refused with the reason, before anything is changed, or
+unnecessary, which is said once. All others are carried out by the modules beside this one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.config import ConfigError
+from zoo.deepspeed.adapters.accelerator.real_accelerator import get_accelerator
+from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig
+from zoo.deepspeed.adapters.utilities.logs import warning_once
+
+UNNECESSARY = {
+    "use_triton": "there are no kernels in Triton; zoo.kernels and torch compute the same.",
+    "triton_autotune": "there are no kernels in Triton that would be tuned.",
+    "transposed_mode": "kernels read matrices as the model has them.",
+}
+"""Field → why it changes nothing. ``replace_method`` is no field any more, and is warned of where it is read;
+``triangular_masking`` and ``return_tuple`` are what the model's own layers do: an injected layer takes their masks and
+returns what they return, which is proved before it is injected."""
+
+
+def check(settings: DeepSpeedInferenceConfig) -> None:
+    """Say what is unnecessary; refuse what cannot be, whatever the model.
+
+    Raises:
+        ConfigError: values that contradict each other. NotImplementedError: what zoo does not have.
+    """
+    for name, why in UNNECESSARY.items():
+        if getattr(settings, name):
+            warning_once(f"init_inference({name}=True) is unnecessary: {why}")
+    tp = settings.tensor_parallel.tp_size if settings.tensor_parallel.enabled else 1
+    if settings.enable_cuda_graph and tp > 1:
+        raise ConfigError(
+            f"enable_cuda_graph with tp_size={tp}: no graph has collectives in it; leave one of them out."
+        )
+    if settings.enable_cuda_graph and get_accelerator().device_name().startswith("cuda"):
+        raise NotImplementedError(
+            "init_inference(enable_cuda_graph=True): forwards are not captured; leave it out, and call "
+            'engine.compile(compile_kwargs={"mode": "reduce-overhead"}), which captures them.'
+        )
+    if int(settings.zero.stage or 0):
+        raise NotImplementedError(
+            f"init_inference(zero={{'stage': {int(settings.zero.stage)}}}): weights are not streamed here. "
+            "deepspeed.initialize with zero_optimization of stage 3, and offload_param where they do not fit, gives an "
+            "engine whose forwards gather them layer by layer; leave zero out here."
+        )
+    if settings.replace_with_kernel_inject and settings.injection_policy:
+        raise ConfigError(
+            "Cannot use both user specified injection policy and kernel injection: replace_with_kernel_inject=True "
+            "finds the layers by itself; leave out one of injection_policy and replace_with_kernel_inject."
+        )
+    if settings.injection_policy and settings.injection_policy_tuple:
+        raise ConfigError("injection_policy and injection_policy_tuple both name layers; keep one of them.")
+    if settings.min_out_tokens > settings.max_out_tokens:
+        raise ConfigError(
+            f"min_out_tokens={settings.min_out_tokens} and max_out_tokens={settings.max_out_tokens}, which includes "
+            "the prompt; raise max_out_tokens."
+        )
+    _check_quant(settings, tp)
+
+
+def _check_quant(settings: DeepSpeedInferenceConfig, tp: int) -> None:
+    quant, default = settings.quant, type(settings.quant)()
+    weight, packs = quant.weight, settings.dtype is torch.int8
+    by_name = bool(weight.post_init_quant)
+    if weight.quantized_initialization:
+        raise NotImplementedError(
+            "quant.weight.quantized_initialization: the model is made already when init_inference gets it; "
+            "quant.weight.post_init_quant packs its layers by their names."
+        )
+    if quant.activation.enabled and quant.activation != default.activation:
+        raise NotImplementedError(
+            f"quant.activation={quant.activation!r}: codes of weights are multiplied by activations as they are, which "
+            "rounds nothing more. Leave it out, or set enabled to False."
+        )
+    if packs and not (quant.enabled and weight.enabled):
+        where = "quant.weight.enabled" if quant.enabled else "quant.enabled"
+        raise ConfigError(f"dtype is int8, and {where} is False: one of them is wrong.")
+    others = quant.model_copy(update={"weight": weight.model_copy(update={"post_init_quant": {}})})
+    if not packs and quant.enabled and others != default and weight.enabled and not _only_off(others, default):
+        raise ConfigError(
+            f"quant asks for codes otherwise than by default, and dtype is {settings.dtype}: it is for "
+            "dtype=torch.int8. quant.weight.post_init_quant packs single layers of a model of any dtype."
+        )
+    if (packs or by_name) and weight.num_bits not in (4, 8):
+        raise ConfigError(f"quant.weight.num_bits={weight.num_bits}; codes have 8 or 4 bits.")
+    if (packs or by_name) and tp > 1:
+        raise NotImplementedError(
+            f"weights in codes with tp_size={tp}: a layer that is cut has no codes yet. Leave one of the two out; "
+            "codes of 8 bits take a quarter of fp32, of 4 bits an eighth."
+        )
+    if (packs or by_name) and _saves(settings):
+        raise ConfigError("save_mp_checkpoint_path saves weights, and codes are none; save with another dtype before.")
+
+
+def _only_off(given: Any, default: Any) -> bool:
+    """Whether all that differs is that something is switched off."""
+    off = {"activation": default.activation, "qkv": default.qkv}
+    parts = {name: value for name, value in off.items() if not getattr(given, name).enabled}
+    return bool(given.model_copy(update=parts) == default)
+
+
+def _saves(settings: DeepSpeedInferenceConfig) -> bool:
+    return bool(settings.save_mp_checkpoint_path or settings.checkpoint_config.save_mp_checkpoint_path)
+
+
+def check_model(model: Any, settings: DeepSpeedInferenceConfig) -> None:
+    """Refuse what is no model to generate with, or one that something else has.
+
+    Raises:
+        ConfigError: with what to give instead.
+    """
+    from zoo.deepspeed.adapters.inference.engine import InferenceEngine
+
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"init_inference(model=...) got a {type(model).__name__}; give it an nn.Module, an instance.")
+    classes = {above.__name__ for above in type(model).__mro__}
+    if isinstance(model, InferenceEngine) or "DeepSpeedEngine" in classes:
+        raise ConfigError(f"init_inference(model=...) got a {type(model).__name__}, which has a model: give .module.")
+    if "PipelineModule" in classes:
+        raise ConfigError(
+            "init_inference(model=...) got a PipelineModule, of which each rank has some layers; its engine's "
+            "eval_batch computes with it."
+        )
+    if is_trained(model):
+        _check_trained(model, settings)
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Whether an engine that lives has its parameters."""
+    return bool(_owners(model))
+
+
+def _owners(model: nn.Module) -> list[Any]:
+    """What shards its parameters."""
+    from zoo.shard.guard import ShardedParameter
+    from zoo.shard.init.parts import InitBucket
+
+    buckets = [p._zoo_bucket for p in model.parameters() if isinstance(p, ShardedParameter)]
+    found = [bucket.owner() for bucket in buckets if bucket is not None and not isinstance(bucket, InitBucket)
+             and bucket.owner]  # fmt: skip
+    return [owner for owner in found if owner is not None]
+
+
+def _check_trained(model: nn.Module, settings: DeepSpeedInferenceConfig) -> None:
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    changes = [
+        *([f"dtype={settings.dtype}"] if dtypes != {settings.dtype} else []),
+        *(["tensor_parallel"] if settings.tensor_parallel.enabled and settings.tensor_parallel.tp_size > 1 else []),
+        *(["moe"] if settings.moe.enabled and settings.moe.ep_size > 1 else []),
+        *(["checkpoint"] if settings.checkpoint or settings.checkpoint_config.checkpoint_dir else []),
+        *(["quant.weight.post_init_quant"] if settings.quant.weight.post_init_quant else []),
+    ]
+    if changes:
+        raise ConfigError(
+            f"init_inference(model=...) got a model that an engine trains, in {', '.join(sorted(map(str, dtypes)))}, "
+            f"and {' and '.join(changes)} would change it under the optimizer. Give a copy (copy.deepcopy), or the "
+            "model after engine.destroy(), or leave that out."
+        )
+    if any(getattr(getattr(owner, "config", None), "stage", 0) == 3 for owner in _owners(model)):
+        raise ConfigError(
+            "init_inference(model=...) got a model that an engine trains at stage 3, whose parameters are split: "
+            "engine.module generates as it is, and gathers them layer by layer."
+        )

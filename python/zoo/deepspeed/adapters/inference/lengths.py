@@ -1,0 +1,100 @@
+"""``max_out_tokens`` and ``min_out_tokens``: how long what is generated may be, and has to be able to be.
+
+Legend: L layers, H heads of keys and values, D their size; B rows, T tokens of a row, prompt included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.config import ConfigError
+from zoo.deepspeed.adapters.accelerator.real_accelerator import get_accelerator
+from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig
+
+_PROMPTS = ("inputs", "input_ids", "inputs_embeds", "decoder_input_ids")
+
+
+def check_lengths(
+    model: nn.Module, settings: DeepSpeedInferenceConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse a call of ``generate`` whose rows would be longer than ``max_out_tokens``, or that has no room for
+    ``min_out_tokens`` more.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    prompt, rows = _prompt_of(args, kwargs)
+    most, least = settings.max_out_tokens, settings.min_out_tokens
+    new = _new_tokens(model, prompt, kwargs)
+    if prompt + new > most or prompt > most:
+        raise ConfigError(
+            f"generate() got a prompt of {prompt} tokens and is to add {new}, {prompt + new} in all, which exceeds "
+            f"maximum length: max_out_tokens={most}, prompt included. Shorten one of them, or give init_inference a "
+            "larger max_out_tokens."
+        )
+    if prompt + least > most:
+        raise ConfigError(
+            f"generate() got a prompt of {prompt} tokens, and max_out_tokens={most} leaves {most - prompt} for what is "
+            f"generated, fewer than min_out_tokens={least}. Raise the first or lower the second."
+        )
+    check_memory(model, rows, prompt + least)
+
+
+def _prompt_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """(tokens of a row, rows)."""
+    given = [*args[:1], *(kwargs[name] for name in _PROMPTS if kwargs.get(name) is not None)]
+    found = [value for value in given if isinstance(value, torch.Tensor) and value.dim() >= 2]
+    return sum(value.shape[1] for value in found), max((value.shape[0] for value in found), default=1)
+
+
+def _new_tokens(model: nn.Module, prompt: int, kwargs: dict[str, Any]) -> int:
+    """How many tokens a call asks for, by arguments or by a generation config; 0 where neither says it."""
+    configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        prompt = 0  # max_length is the decoder's
+    for said in (kwargs, *(vars(config) for config in configs if config is not None)):
+        if said.get("max_new_tokens") is not None:
+            return int(said["max_new_tokens"])
+        if said is kwargs and said.get("max_length") is not None:
+            return max(int(said["max_length"]) - prompt, 0)
+    for config in configs:
+        if getattr(config, "max_length", None) is not None:
+            return max(int(config.max_length) - prompt, 0)  # type: ignore[union-attr]
+    return 0
+
+
+def cache_bytes(model: nn.Module, rows: int, tokens: int) -> int:
+    """2 · L · B · H · T · D numbers of the model's dtype; 0 where its configuration does not say L, H or D."""
+    config: Any = getattr(model, "config", None)
+    layers = getattr(config, "num_hidden_layers", None)
+    heads = getattr(config, "num_attention_heads", None)
+    width = getattr(config, "hidden_size", None)
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if not layers or not heads or not width or first is None:
+        return 0
+    kept = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or width // heads
+    return int(2 * layers * rows * kept * tokens * dim * first.element_size())
+
+
+def check_memory(model: nn.Module, rows: int, tokens: int) -> None:
+    """Refuse keys and values that do not fit into the memory that is free now.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    asked = cache_bytes(model, rows, tokens)
+    if not asked:
+        return
+    accelerator: Any = get_accelerator()
+    free = accelerator.available_memory()
+    if accelerator.device_name().startswith("cuda"):  # what torch holds and nobody uses
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if asked > free:
+        raise ConfigError(
+            f"keys and values of {rows} rows of {tokens} tokens, min_out_tokens among them, take {asked:,} bytes, and "
+            f"{free:,} are free. Lower min_out_tokens, or give fewer rows or a shorter prompt."
+        )
