@@ -372,6 +372,19 @@ def test_a_file_of_yaml_is_read_as_zoo_config_reads_it(tmp_path: Path) -> None:
         start(str(file))
 
 
+def test_an_optimizer_without_options_has_its_own() -> None:
+    engine = start({**DOCUMENT, "optimizer": {"type": "AdamW", "params": None}})[0]
+    assert engine.optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_what_a_stage_does_not_look_at_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    zero = {"stage": 1, "zero_hpz_partition_size": 4, "zero_quantized_gradients": False, "offload_param": {}}
+    start({**DOCUMENT, "zero_optimization": zero})
+    assert "zero_optimization.zero_hpz_partition_size at stage 1: parameters are partitioned at stage 3" in caplog.text
+    assert "zero_quantized_gradients" not in caplog.text
+    assert "offload_param" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "published",
     [
@@ -381,6 +394,15 @@ def test_a_file_of_yaml_is_read_as_zoo_config_reads_it(tmp_path: Path) -> None:
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}}},
         {"zero_optimization": {"stage": 1, "offload_param": {"device": "nvme", "nvme_path": "/nowhere"}}},
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+        {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}},
+        {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True, "cpu_offload_param": True}},
+        {"zero_optimization": {"stage": 0, "cpu_offload": True, "zero_quantized_nontrainable_weights": True}},
+        {"zero_optimization": {"stage": 3, "save_muon_momentum_buffer_in_memory": True}},
+        {"gradient_clipping": -1.0},
+        {"scheduler": {"type": None}},
+        {"scheduler": {}},
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1}, "legacy_fusion": False}},
+        {"activation_checkpointing": {"number_checkpoints": 0}},
         {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": False}},
         {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": None}},
     ],
@@ -394,7 +416,9 @@ def test_what_published_configurations_say_beside_trains(published: dict[str, An
             engine.step()
         return list(engine.module_state_dict().values())
 
-    stage = published.get("zero_optimization", {}).get("stage", 0)
-    expected = sim.run(2, lambda rank: job(rank, {"zero_optimization": {"stage": stage}}))[0]
+    plain = {"zero_optimization": {"stage": published.get("zero_optimization", {}).get("stage", 0)}}
+    if published.get("gradient_clipping") == -1.0:
+        plain["gradient_clipping"] = 0.0
+    expected = sim.run(2, lambda rank: job(rank, plain))[0]
     found = sim.run(2, lambda rank: job(rank, published))[0]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

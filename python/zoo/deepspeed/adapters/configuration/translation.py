@@ -172,9 +172,15 @@ def translated(
     aio = found.get("aio")
     if isinstance(aio, Mapping) and type(aio.get("block_size")) is int and aio["block_size"] > 0:
         found["aio"] = {**aio, "block_size": -(-aio["block_size"] // 4096) * 4096}  # whole pages, as aio_handle
+    saved = found.get("activation_checkpointing")
+    if isinstance(saved, Mapping) and saved.get("number_checkpoints") == 0:
+        found["activation_checkpointing"] = {**saved, "number_checkpoints": None}
     zero = _zero(found)
     if not (isinstance(zero, Mapping) and zero.get("update_in_backward")):  # a key of zoo alone, which cannot clip
         found.setdefault("gradient_clipping", 1.0)  # DeepSpeed clips to 1 unless told otherwise
+    clip = found.get("gradient_clipping")
+    if isinstance(clip, (int, float)) and clip < 0:  # as 0: DeepSpeed clips to norms above it
+        found["gradient_clipping"] = 0.0
     every = found.setdefault("steps_per_print", None)
     if every in (0, "inf") or (isinstance(every, float) and math.isinf(every)):
         found["steps_per_print"] = None
@@ -238,6 +244,13 @@ def _only_components(found: dict[str, Any], name: str) -> None:
     section = found.get(name)
     if not isinstance(section, Mapping):
         return
+    if name == "scheduler" and section.get("type") is None and not section.get("params"):
+        del found[name]  # no schedule
+        return
+    if section.get("params", ()) is None:
+        section = found[name] = {**section, "params": {}}
+    if name == "optimizer" and "legacy_fusion" in section:  # of DeepSpeed's fp16 wrapper alone
+        section = found[name] = {key: value for key, value in section.items() if key != "legacy_fusion"}
     for key in section:
         if key not in _COMPONENT and not difflib.get_close_matches(str(key), _COMPONENT):
             if f"{name}.{key}" not in _warned:
@@ -275,19 +288,44 @@ def _zero(found: dict[str, Any]) -> Any:
         return zero
     if "leaf_module" in zero:  # declared on the model
         zero = {key: value for key, value in zero.items() if key != "leaf_module"}
-    moved = [key for key in ("offload_optimizer", "offload_param") if _asks(zero.get(key))]
-    if moved and not zero.get("stage"):
-        _log.warning("zero_optimization.%s without a stage of ZeRO: nothing is offloaded.", " and .".join(moved))
-        zero = {key: value for key, value in zero.items() if key not in moved}
-    elif "offload_param" in moved and zero.get("stage") in (1, 2):
-        _log.warning("zero_optimization.offload_param at stage %d: parameters leave at stage 3 only.", zero["stage"])
-        zero = {key: value for key, value in zero.items() if key != "offload_param"}
-    found["zero_optimization"] = zero
+    zero = found["zero_optimization"] = {key: value for key, value in zero.items() if not _is_idle(key, value, zero)}
     return zero
 
 
-def _asks(section: Any) -> bool:
-    return isinstance(section, Mapping) and section.get("device") not in (None, "none")
+_STAGES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "offload_optimizer": ((1, 2, 3), "nothing is offloaded"),
+    "cpu_offload": ((1, 2, 3), "nothing is offloaded"),
+    "offload_param": ((3,), "parameters leave at stage 3 only"),
+    "cpu_offload_param": ((3,), "parameters leave at stage 3 only"),
+    "zero_hpz_partition_size": ((3,), "parameters are partitioned at stage 3 only"),
+    "zero_quantized_weights": ((3,), "parameters are gathered at stage 3 only"),
+    "zero_quantized_nontrainable_weights": ((3,), "parameters are gathered at stage 3 only"),
+    "zero_quantized_gradients": ((3,), "gradients travel as they are below stage 3"),
+}
+"""Keys that DeepSpeed does not look at in other stages: those in which they count, and what to say elsewhere."""
+
+
+def _is_idle(key: str, value: Any, zero: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed takes a key and does nothing about it here; where it asks for something, that is told."""
+    stage, nothing = zero.get("stage", 0), ""
+    if key == "save_muon_momentum_buffer_in_memory" and not _is_on_nvme(zero.get("offload_optimizer")):
+        nothing = "no states are on NVMe"
+    elif key in _STAGES and (stage is None or (stage in (0, 1, 2, 3) and stage not in _STAGES[key][0])):
+        nothing = _STAGES[key][1]
+    if nothing and _asks(value):
+        where = f"at stage {stage}" if stage else "without a stage of ZeRO"
+        _log.warning("zero_optimization.%s %s: %s.", key, where, nothing)
+    return bool(nothing)
+
+
+def _asks(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return value.get("device") not in (None, "none")
+    return value is True or (isinstance(value, (int, float)) and value > 1)
+
+
+def _is_on_nvme(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("device") == "nvme"
 
 
 def carry_out(document: Mapping[str, Any]) -> None:
