@@ -198,6 +198,18 @@ def test_whole_weights_of_stage_3(tmp_path: Path) -> None:
     sim.run(2, gather)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_frozen_parameters_are_left_out_under_all_their_names(stage: int) -> None:
+    def job(rank: int) -> set[str]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        model[0].weight.requires_grad_(False)
+        engine = deepspeed.initialize(model=model, config=config(stage))[0]
+        return set(engine.module_state_dict(exclude_frozen_parameters=True))
+
+    assert sim.run(2, job) == [{"0.bias", "1.bias", "2.weight", "2.bias"}] * 2
+
+
 def test_parameters_of_stage_3_have_the_attributes_that_tell_them_apart() -> None:
     from zoo.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 

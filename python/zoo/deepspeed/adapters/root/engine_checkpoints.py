@@ -114,7 +114,7 @@ def state_dict_of(
         return dict(engine.engine.module_state_dict(exclude_frozen_parameters))
     found: dict[str, Any] = engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     if exclude_frozen_parameters:
-        for name, parameter in engine.module.named_parameters():
+        for name, parameter in engine.module.named_parameters(remove_duplicate=False):  # under all names that it has
             if not parameter.requires_grad:
                 found.pop(prefix + name, None)
     return found
