@@ -151,3 +151,26 @@ def test_a_message_never_fills_a_buffer_of_another_size() -> None:
     assert all(
         f"rank {1 - rank} does not answer" in text and 'comm": {"check": true}' in text for rank, text in found.items()
     ), found
+
+
+def alone(rank: int, world: int) -> list[str]:
+    """Rank 1 waits for rank 0 in collectives of torch, which calls none."""
+    comm = Communicator(torch.distributed.new_group(timeout=timedelta(seconds=1)))
+    texts = []
+    calls = [lambda: comm.broadcast(torch.ones(2), 0).wait(), lambda: comm.agree("saving", "one")]
+    for call in calls if rank else ():
+        try:
+            call()
+        except RankFailedError as error:
+            texts.append(str(error))
+    torch.distributed.barrier()
+    return texts
+
+
+def test_a_collective_that_the_others_do_not_call_names_the_option() -> None:
+    found = run_ranks(2, alone, 2)
+    assert found[0] == []
+    assert len(found[1]) == 2
+    for text in found[1]:
+        assert text.startswith("a rank of this collective does not answer: RuntimeError: ")
+        assert '"check": true' in text

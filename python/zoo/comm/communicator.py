@@ -472,7 +472,13 @@ class Communicator:
     def agree(self, what: str, value: str, device: torch.device | None = None) -> None:
         """Raise :class:`~zoo.comm.CollectiveMismatchError` on all ranks unless all pass the same ``value``."""
         if self.size > 1:
-            verify(self.group, f"{what} {value}", device or self.device)
+            try:
+                verify(self.group, f"{what} {value}", device or self.device)
+            except RuntimeError as error:
+                found = explained(error)
+                if found is error:
+                    raise
+                raise found from error
 
     def _agree(self, op: str, tensor: torch.Tensor, label: str = "") -> None:
         self._check_open()

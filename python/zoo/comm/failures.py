@@ -27,6 +27,10 @@ _OTHER_CALLS = (
 )
 
 
+_OF_PEERS = ("gloo/transport", "timed out waiting", "pair closure", "closed by peer", "reset by peer")
+"""In what torch says of a peer that is gone, or has not come."""
+
+
 class RankFailedError(RuntimeError):
     """What needs all ranks of a group failed because of some of them; ``ranks`` are those, as the text names them."""
 
@@ -99,8 +103,8 @@ def explained(error: Exception, peer: int | None = None) -> Exception:
         peer: the global rank whose message it waited for, if it was one.
 
     Returns:
-        A :class:`RankFailedError` that names the ranks that reported a failure, else ``peer``; ``error`` itself
-        where neither is known.
+        A :class:`RankFailedError` that names the ranks that reported a failure, else ``peer``; or none, where a
+        collective of torch was given up; ``error`` itself where it is something else.
     """
     if isinstance(error, (RankFailedError, CollectiveMismatchError)):
         return error
@@ -111,10 +115,20 @@ def explained(error: Exception, peer: int | None = None) -> Exception:
     elif peer is not None:
         why = f"This rank, {dist.get_rank()}, has failed before with {own}" if own else _OTHER_CALLS
         found = RankFailedError(f"rank {peer} does not answer: {sentence_of(error)}. {why}", (peer,))
+    elif _is_of_peers(error):
+        found = RankFailedError(f"a rank of this collective does not answer: {sentence_of(error)}. {_OTHER_CALLS}")
     else:
         return error
     found.__cause__ = error
     return found
+
+
+def _is_of_peers(error: Exception) -> bool:
+    """Whether torch says that other ranks are gone, or have not come in time."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    text = str(error).lower()
+    return type(error) is RuntimeError and any(sign in text for sign in _OF_PEERS)
 
 
 def _store() -> Any:
