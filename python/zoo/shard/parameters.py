@@ -48,7 +48,9 @@ class BucketParameters:
         full: (P,) parameters; the model's are views of it. Its storage is empty while they are sharded.
         shard: this rank's parameters where they are partitioned, wherever and however it keeps them; a view of ``full``
             elsewhere.
-        secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
+        secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward; None when that
+            is over, or an update made it stale.
+        aliases: by slot what was made of ``parameter.data``, where that counts.
         saved: where backward asked for the latest time, what was whole could still be read (:meth:`is_saved`).
         samples: of their values, for writes that nothing counts; None where they are not watched.
     """
@@ -59,7 +61,7 @@ class BucketParameters:
         self.presence = _SHOWN
         self.saved = False
         self.secondary: torch.Tensor | None = None
-        self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
+        self.aliases: dict[int, torch.Tensor] = {}
         self._handle: Handle | None = None
         self._reading: tuple[Any, torch.Tensor] | None = None
         self.samples: Samples | None = None
@@ -244,10 +246,6 @@ class BucketParameters:
             low, high = self.bucket.layout.shard_range(group.rank, group.size)
             self.secondary = self.full[low:high].clone()
 
-    def drop_secondary(self) -> None:
-        """Forget what was kept for backward: it is over, or an update made it stale."""
-        self.secondary = None
-
     def free(self) -> None:
         """Free whole parameters that are partitioned."""
         try:
@@ -279,7 +277,7 @@ class BucketParameters:
         self.full.copy_(before)
         self._storage = self.full.untyped_storage()
         self._guard.moved(self._storage)
-        self.forget_aliases()
+        self.aliases.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, view in zip(self.bucket.spec.parameters, self.bucket.views(self.full), strict=True):
                 assign_data(parameter, view)
@@ -287,7 +285,7 @@ class BucketParameters:
     def taken(self) -> int:
         """How much has this memory, apart from what ``parameter.data`` is remembered by: more than before, and somebody
         has taken a tensor of it."""
-        return self.shared_by() - len(self._aliases)
+        return self.shared_by() - len(self.aliases)
 
     def shared_by(self) -> int:
         """How many tensors and storages of Python there are with the memory of ``full``."""
@@ -297,7 +295,7 @@ class BucketParameters:
         """Whether there are tensors of the memory of ``full`` besides the runtime's and the model's, or autograd has
         saved one of the model's: then somebody may read it. ``saved`` is the answer."""
         parameters = self.bucket.spec.parameters
-        count = int(torch._C._storage_Use_Count(self._storage._cdata)) - len(self._aliases)
+        count = int(torch._C._storage_Use_Count(self._storage._cdata)) - len(self.aliases)
         self.saved = count > len(parameters) + 2
         if not self.saved:
             nodes = accumulators(parameters)  # each has its parameter, and so has Python
@@ -333,7 +331,7 @@ class BucketParameters:
         """How often each parameter was written to in place, by anybody but the runtime."""
         with torch._C.DisableTorchFunctionSubclass():
             found = list(map(_VERSION, self.bucket.spec.parameters))
-        for slot, alias in self._aliases.items():
+        for slot, alias in self.aliases.items():
             found[slot] += alias._version
         if self.samples is not None:
             self.samples.look(self.full)
@@ -351,11 +349,7 @@ class BucketParameters:
 
     def alias(self, slot: int, made: torch.Tensor) -> torch.Tensor:
         """What ``parameter.data`` returns; ``made`` is it as torch makes it."""
-        return self._aliases.setdefault(slot, made).detach()
-
-    def forget_aliases(self) -> None:
-        """Nobody has anything of ``parameter.data`` any more that counts."""
-        self._aliases.clear()
+        return self.aliases.setdefault(slot, made).detach()
 
     def chunk(self, index: int) -> torch.Tensor | None:
         """(n,) the parameters of chunk ``index``, this rank's own where they are partitioned; None on NVMe."""

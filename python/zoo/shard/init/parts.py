@@ -301,7 +301,7 @@ class InitBucket(Bucket):
         if self.whole and not self.parameters.full.untyped_storage().resizable():  # NumPy has had it
             self._rebuild(_hollow(self.shape, self.dtype, self.device), self)
         self.executor.reshard(self)
-        self.parameters.forget_aliases()
+        self.parameters.aliases.clear()
         self.aliased = False
 
     # Copies ----------------------------------------------------------------------------------------------------------

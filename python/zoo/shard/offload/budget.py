@@ -24,7 +24,6 @@ PAGE, HUGE_PAGE = 4096, 2 << 20
 SLACK = 1.25
 """Of 60 small plans drawn at random 8 ran out under a cap of exactly what they need, 2 with a quarter more."""
 _log = logging.getLogger("zoo.zero")
-_MESSAGE_BYTES = 1024
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the running kernel: tells machines apart
 _IN_MEMORY = Path("/dev/shm")
 
@@ -52,7 +51,7 @@ class HostBudget:
     def __init__(self, comm: Communicator, config: ZeroConfig, device: torch.device, *, bounce_bytes: int = 0) -> None:
         if config.offload_host_bytes is None:
             raise AssertionError("a budget without a cap")
-        self._comm, self._device = comm, device
+        self._comm = comm
         self._nodes = comm.nodes or (0,) * comm.size
         given, on_node = config.offload_host_bytes, _ranks_of_a_node(config)
         counts = {node: self._nodes.count(node) for node in sorted(set(self._nodes))}
@@ -93,10 +92,7 @@ class HostBudget:
 
     def check(self, used: int, need: int) -> None:
         """Raise OffloadError on all ranks unless ``need`` bytes more of each fit on every node. Collective."""
-        mine = torch.tensor([used, need], dtype=torch.int64, device=self._device)
-        everyone = torch.empty(2 * self._comm.size, dtype=torch.int64, device=self._device)
-        self._comm.all_gather(everyone, mine, label="host memory of offloading").wait()
-        figures = everyone.view(-1, 2).tolist()
+        figures: list[tuple[int, int]] = self._comm.all_gather_object((used, need))
         for node, cap in self._caps.items():
             ranks = [figures[r] for r, where in enumerate(self._nodes) if where == node]
             bounce = self._bounce_bytes * len(ranks)
@@ -133,7 +129,7 @@ class HostBudget:
             pool.set_aside(max(num_bytes, 1))
         except (MemoryError, RuntimeError) as error:
             problem = str(error)
-        found = [f"rank {rank}: {said}" for rank, said in enumerate(self._exchange(problem)) if said]
+        found = [f"rank {rank}: {said}" for rank, said in enumerate(self._comm.all_gather_object(problem)) if said]
         if found:
             raise OffloadError(f"the buffers of an update could not be taken under offload_host_bytes: {found[0]}")
 
@@ -146,9 +142,9 @@ class HostBudget:
             if self._comm.rank == self._members[0] and len(self._members) > 1:
                 folder, said = self._make()
             # A rank that fails says so: the others are waiting for it.
-            heard = self._exchange(said)[self._members[0]]
+            heard: str = self._comm.all_gather_object(said)[self._members[0]]
             ledger, problem = self._join(heard) if len(self._members) > 1 else (None, "")
-            problems = self._exchange(problem)
+            problems: list[str] = self._comm.all_gather_object(problem)
         finally:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -183,14 +179,6 @@ class HostBudget:
             return io.Ledger(path, self.capacity_bytes), ""
         except (ValueError, RuntimeError) as error:
             return None, str(error)
-
-    def _exchange(self, said: str) -> list[str]:
-        """What every rank says, in the order of ranks; what is too long ends early."""
-        sent = os.fsencode(said)[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        row = torch.tensor(list(sent), dtype=torch.uint8, device=self._device)
-        everyone = torch.empty(self._comm.size * _MESSAGE_BYTES, dtype=torch.uint8, device=self._device)
-        self._comm.all_gather(everyone, row, label="account of host memory").wait()
-        return [os.fsdecode(bytes(r).rstrip(b"\0")) for r in everyone.view(-1, _MESSAGE_BYTES).tolist()]
 
 
 def _ranks_of_a_node(config: ZeroConfig) -> int | None:

@@ -98,10 +98,6 @@ class Executor:
             watcher.waits(bucket)
         bucket.parameters.finish()
 
-    def advance(self, bucket: Bucket) -> None:
-        """A gather that has been under way for a while, and has two stages, goes on to the second."""
-        bucket.parameters.advance()
-
     def hide(self, bucket: Bucket) -> None:
         """Wait for what is under way, and refuse the parameters to everybody until the next ``wait``; they stay."""
         if bucket.parameters.presence is _UNSHARDING:

@@ -255,10 +255,6 @@ class _PlannedBucket:
         """As of a bucket's parameters: as it was in the latest backward."""
         return self.bucket.parameters.saved
 
-    def drop_secondary(self) -> None:
-        """As of a bucket's parameters."""
-        self.secondary = None
-
 
 class _NullExecutor(Executor):
     """Moves nothing: what is gathered is here at once, and everything is written down.

@@ -251,7 +251,7 @@ class Residency:
                 soon.append(bucket)
         for bucket in under_way:
             if bucket.parameters.presence is _UNSHARDING:  # for a unit's time by now
-                self._executor.advance(bucket)
+                bucket.parameters.advance()
 
     def rest(self, bucket: Bucket, *, backward: bool) -> None:
         """No unit that runs needs ``bucket`` any more; ``backward``: one that comes later will."""
@@ -285,8 +285,8 @@ class Residency:
         for bucket in self._buckets:
             if bucket.parameters.presence is not _SHARDED and not (driven and bucket in self.resting):
                 self.rest(bucket, backward=False)
-            if bucket.parameters.secondary is not None and not (driven and bucket.leases):
-                bucket.parameters.drop_secondary()
+            if not (driven and bucket.leases):
+                bucket.parameters.secondary = None
         self.ahead.clear()
 
     def forget(self, bucket: Bucket) -> None:
@@ -303,8 +303,7 @@ class Residency:
         for bucket in self._buckets:
             if bucket.parameters.presence is not _SHARDED and not bucket.active:
                 self._executor.reshard(bucket)
-            if bucket.parameters.secondary is not None:
-                bucket.parameters.drop_secondary()
+            bucket.parameters.secondary = None
 
     def whole_bytes(self) -> int:
         """Of all that is whole, or on its way."""

@@ -204,8 +204,8 @@ class Walk:
             if bucket.partitioned:
                 # Other forwards of the hooks wait for their own backward; in a window its policy knows what comes.
                 self._residency.rest(bucket, backward=others and not drives)
-                if ends and not others and bucket.parameters.secondary is not None:
-                    bucket.parameters.drop_secondary()
+                if ends and not others:
+                    bucket.parameters.secondary = None
 
     def is_over(self, bucket: Bucket) -> bool:
         """Nothing will be added to the gradient of ``bucket`` in this backward, and nothing that it waits for."""

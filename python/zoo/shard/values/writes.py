@@ -271,7 +271,7 @@ def write_values(changes: Mapping[Bucket, Values], *, keep_equal: bool) -> None:
     states = kept[0].states if kept else None
     for bucket, values in changes.items():
         parameters = bucket.parameters
-        parameters.drop_secondary()
+        parameters.secondary = None
         if parameters.live:
             parameters.versions()  # others may have been written to
             for offset, part in overlaps(values, bucket.layout.slices(0, bucket.layout.size)):

@@ -57,7 +57,6 @@ class Alike:
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._options = sorted({key for group in groups for key in group if key not in _OF_PARAMETERS})
-        self._known: dict[str, tuple[tuple[Any, ...], float]] = {}
         self._latest: dict[str, tuple[list[Any], float, bool]] = {}
         self._names: list[str] = []
         self._shown: set[str] = set()
@@ -104,11 +103,8 @@ class Alike:
         if isinstance(one, float) and math.isfinite(one):
             self._shown.add(key)
             return one
-        known = self._known.get(key)
-        if known is None or known[0] != tuple(values):
-            digest = hashlib.blake2b(repr(values).encode(), digest_size=6).digest()  # 48 bits are exact in fp64
-            known = self._known[key] = (tuple(values), _STANDS - int.from_bytes(digest, "little"))
-        return known[1]
+        digest = hashlib.blake2b(repr(values).encode(), digest_size=6).digest()  # 48 bits are exact in fp64
+        return _STANDS - int.from_bytes(digest, "little")
 
     def told(self, rows: Sequence[float], ranks: Sequence[int]) -> str:
         """What ranks do not have alike, from the N A numbers of the rows of ``ranks``; empty if nothing."""
