@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.layout import declare_partial, declare_split
-from zoo.shard.placement.families import make_families
+from zoo.shard.placement.families import make_families, ranks_of
 from zoo.zero import ZeroConfig, ZeroOptimizer, safe_get_full_fp32_param
 
 Ranks = tuple[int, ...]
@@ -37,11 +37,11 @@ def axes_of(
     def fn(rank: int) -> dict[str, Ranks]:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         config = ZeroConfig(**{"stage": 3, **options})
-        comm = Communicator.of_axes(mesh, data_axes, nodes=config.ranks_per_node)
+        ranks = ranks_of(None, mesh, data_axes, (), check=False, nodes=config.ranks_per_node)
         parameter = nn.Parameter(torch.zeros(4))
         declare_split(parameter, split)
         declare_partial(parameter, partial)
-        families = make_families(comm, mesh, data_axes, [("p", parameter)], config)
+        families = make_families(ranks, [("p", parameter)], config)
         found = families[tuple(sorted([*split, *(f"+{axis}" for axis in partial)]))]
         groups = {name: getattr(found, name) for name in ("shard", "replicas", "local", "across", "secondary")}
         nodes = {"nodes": found.world.nodes or ()}

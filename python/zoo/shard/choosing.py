@@ -73,9 +73,7 @@ def choose(
     named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
     if cfg.buffers != "own":
         named += module.named_buffers()
-    families = make_families(
-        ranks.data, ranks.mesh, ranks.data_axes, named, cfg, layer_axes=ranks.layer_axes, layers=ranks.layers
-    )
+    families = make_families(ranks, named, cfg)
     tied_anywhere = on_any_layer(any(axes.spans_layers for axes in families.values()), device)
     if tied_anywhere and cfg.update_in_backward:
         raise NotImplementedError(

@@ -65,43 +65,20 @@ class Ranks:
     data_axes: tuple[str, ...]
     layer_axes: tuple[str, ...]
 
+    def along(self, axes: Sequence[str], *, nodes: Any = None) -> Communicator:
+        """The ranks along some axes of the mesh from this one, counted and checked as ``data`` is. Collective."""
+        return Communicator.of_axes(self.mesh, axes, log=self.data.log, check=self.data.check, nodes=nodes)
+
 
 def check_ranks(group: Any, mesh: Any, data_axes: Any, layer_axes: Any) -> None:
-    """Raise ValueError for a group and a mesh, or for axes without a mesh."""
-    if mesh is not None and group is not None:
+    """Raise ValueError for a group and a mesh, axes without a mesh, such as it does not have, or one for two ends."""
+    if mesh is None:
+        if layer_axes or data_axes:
+            given = f"layer_axes={tuple(layer_axes)!r}" if layer_axes else f"data_axes={data_axes!r}"
+            raise ValueError(f"{given} without a mesh: give mesh=DeviceMesh and data_axes=.")
+        return
+    if group is not None:
         raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
-    if mesh is None and (layer_axes or data_axes):
-        given = f"layer_axes={tuple(layer_axes)!r}" if layer_axes else f"data_axes={data_axes!r}"
-        raise ValueError(f"{given} without a mesh: give mesh=DeviceMesh and data_axes=.")
-
-
-def ranks_of(
-    group: Any, mesh: Any, data_axes: Sequence[str] | None, layer_axes: Sequence[str], *, check: bool,
-    nodes: Any,
-) -> Ranks:  # fmt: skip
-    """From what a constructor was given. Collective over the mesh, or over what makes a communicator of ``group``."""
-    if mesh is not None:
-        agree_none_failed(all_ranks(None, mesh), CONSTRUCTION)  # before groups are made
-        comm = data_communicator(mesh, data_axes, layer_axes, check=check)
-    else:
-        comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
-    layers, everyone = layers_communicator(mesh, layer_axes, comm), everyone_of(mesh, comm)
-    if (comm is group or mesh is not None) and nodes is not None:
-        comm.know_nodes(nodes)
-    return Ranks(
-        data=comm, layers=layers, everyone=everyone, mesh=mesh, data_axes=tuple(data_axes or ()),
-        layer_axes=tuple(layer_axes),
-    )  # fmt: skip
-
-
-def data_communicator(
-    mesh: Any, data_axes: Sequence[str] | None, layer_axes: Sequence[str] = (), *, check: bool
-) -> Communicator:
-    """All ranks over which losses are averaged. Collective over the mesh.
-
-    Raises:
-        ValueError: no axes are given, or such as the mesh does not have, or one for two purposes.
-    """
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
     if not names:
         raise ValueError("mesh= takes a DeviceMesh with names: init_device_mesh(..., mesh_dim_names=(...)).")
@@ -117,35 +94,42 @@ def data_communicator(
             f"layer_axes={tuple(layer_axes)!r} with data_axes={tuple(data_axes)!r} and a mesh of the axes {names}; "
             "name the axes along which ranks have other layers (pipeline stages), which are no data axes."
         )
-    return Communicator.of_axes(mesh, data_axes, check=check)
 
 
-def layers_communicator(mesh: Any, layer_axes: Sequence[str], comm: Communicator) -> Communicator | None:
-    """The ranks with the other layers, at this rank's place; None where it has them all. Collective over the mesh."""
-    if not layer_axes:
-        return None
-    found = Communicator.of_axes(mesh, layer_axes, log=comm.log, check=comm.check)
-    return found if found.size > 1 else None
-
-
-def everyone_of(mesh: Any, comm: Communicator) -> Communicator:
-    """All ranks of the mesh; ``comm``, the data-parallel ones, where that is all of them. Collective over the mesh."""
-    if mesh is None or mesh.size() == comm.size:
-        return comm
-    return Communicator.of_axes(mesh, list(mesh.mesh_dim_names), log=comm.log, check=comm.check)
+def ranks_of(
+    group: Any, mesh: Any, data_axes: Sequence[str] | None, layer_axes: Sequence[str], *, check: bool,
+    nodes: Any,
+) -> Ranks:  # fmt: skip
+    """From what a constructor was given, which was checked. Collective over the mesh, or over what makes a communicator
+    of ``group``."""
+    if mesh is not None:
+        agree_none_failed(all_ranks(None, mesh), CONSTRUCTION)  # before groups are made
+        comm = Communicator.of_axes(mesh, data_axes or (), check=check)
+    else:
+        comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
+    found = Ranks(
+        data=comm, layers=None, everyone=comm, mesh=mesh, data_axes=tuple(data_axes or ()),
+        layer_axes=tuple(layer_axes),
+    )  # fmt: skip
+    layers = found.along(layer_axes) if layer_axes else None
+    if mesh is not None and mesh.size() != comm.size:
+        found = replace(found, everyone=found.along(mesh.mesh_dim_names))
+    if (comm is group or mesh is not None) and nodes is not None:
+        comm.know_nodes(nodes)
+    return replace(found, layers=layers if layers is not None and layers.size > 1 else None)
 
 
 def make_families(
-    comm: Communicator, mesh: Any, data_axes: Sequence[str], parameters: Iterable[tuple[str, Any]], config: ZeroConfig,
-    *, layer_axes: Sequence[str] = (), layers: Communicator | None = None,
+    ranks: Ranks, parameters: Iterable[tuple[str, Any]], config: ZeroConfig
 ) -> dict[Family, Axes]:  # fmt: skip
     """The axes of each family of ``parameters``, by its sorted axes; that of dense ones, (), is always there.
 
-    Collective over the mesh, on whose ranks the same families exist, but for those of other ``layers``.
+    Collective over the mesh, on whose ranks the same families exist, but for those of other layers.
 
     Raises:
         ValueError: a parameter is a part along an axis that is not there, or the sizes of groups do not fit it.
     """
+    comm, mesh, layers = ranks.data, ranks.mesh, ranks.layers
     dense = make_axes(comm, config)
     wanted: dict[Family, str] = {}
     trained: dict[Family, list[bool]] = {}
@@ -173,59 +157,55 @@ def make_families(
         everywhere = {**there, **everywhere}
     tied = {family: everywhere.pop(family) for family in sorted(everywhere) if family[0].startswith(TIED)}
     coordinates = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
-    here = {axis: place for axis, place in coordinates.items() if axis not in layer_axes}
+    here = {axis: place for axis, place in coordinates.items() if axis not in ranks.layer_axes}
     for family in sorted(everywhere):
-        _check_axes(family, everywhere[family], here, layer_axes)
-    worlds = {family: _worlds(mesh, data_axes, family) for family in sorted(everywhere)}
-    everyone = [_worlds(mesh, data_axes, ()), *worlds.values()]
+        _check_axes(family, everywhere[family], here, ranks.layer_axes)
+    worlds = {family: _worlds(ranks, family) for family in sorted(everywhere)}
+    everyone = [_worlds(ranks, ()), *worlds.values()]
     for family, of_family in worlds.items():
         _check_regular(everywhere[family], of_family, everyone, comm.size, config)
-    found: dict[Family, Axes] = {(): replace(dense, counts=_counts(here, data_axes, ()))}
+    found: dict[Family, Axes] = {(): replace(dense, counts=_counts(here, ranks.data_axes, ()))}
     for family, of_family in worlds.items():
-        made = _family(comm, mesh, data_axes, family, of_family, config, counts=_counts(here, data_axes, family))
+        made = _family(ranks, family, of_family, config, counts=_counts(here, ranks.data_axes, family))
         if family in wanted:
             found[family] = made
     if layers is None:
         return {**found, **{family: found[family[1:]] for family in ties}}
     for family in sorted(tied):
-        _check_axes(family[1:], tied[family], here, layer_axes)
-        _check_tie(family, tied[family], data_axes)
+        _check_axes(family[1:], tied[family], here, ranks.layer_axes)
+        _check_tie(family, tied[family], ranks.data_axes)
     for family in tied:
         holders = [number for number, there in enumerate(on_layers) if family in there]
-        of_tied = _tied(comm, mesh, data_axes, layer_axes, holders, config)
+        of_tied = _tied(ranks, holders, config)
         if apart := family[1:]:
-            parts = Communicator.of_axes(mesh, apart, log=comm.log, check=comm.check, nodes=config.ranks_per_node)
-            of_tied = replace(of_tied, parts=parts)
+            of_tied = replace(of_tied, parts=ranks.along(apart, nodes=config.ranks_per_node))
         if family in wanted:
             found[family] = replace(
                 of_tied,
-                counts=_counts(here, data_axes, family[1:]),
+                counts=_counts(here, ranks.data_axes, family[1:]),
                 spans_layers=len(holders) > 1,
                 in_norm=layers.rank == holders[0],
             )
     return found
 
 
-def _tied(
-    comm: Communicator, mesh: Any, data_axes: Sequence[str], layer_axes: Sequence[str], holders: Sequence[int],
-    config: ZeroConfig,
-) -> Axes:  # fmt: skip
+def _tied(ranks: Ranks, holders: Sequence[int], config: ZeroConfig) -> Axes:
     """The axes of what the stages ``holders`` have in common; on other stages those of the rest. Collective."""
-    both = Communicator.of_axes(mesh, [*layer_axes, *data_axes], log=comm.log, check=comm.check)
-    stages, numbers = ({rank: n for group in of_mesh(mesh, axes) for n, rank in enumerate(group)}
-                       for axes in (layer_axes, data_axes))  # fmt: skip
+    both = ranks.along([*ranks.layer_axes, *ranks.data_axes])
+    stages, numbers = ({rank: n for group in of_mesh(ranks.mesh, axes) for n, rank in enumerate(group)}
+                       for axes in (ranks.layer_axes, ranks.data_axes))  # fmt: skip
     have: list[list[int]] = [[], []]
     for place, rank in enumerate(both.ranks):
         have[stages[rank] not in holders].append(place)
     world = both.partition([group for group in have if group], name="tied")
     nodes = node_of_each(config.ranks_per_node, world.ranks)
-    near = near_by([numbers[rank] for rank in world.ranks], nodes, comm.size, config)
+    near = near_by([numbers[rank] for rank in world.ranks], nodes, ranks.data.size, config)
 
     def apart(labels: Sequence[Hashable] | None) -> list[Hashable] | None:
         return labels if labels is None else [(stages[r], label) for r, label in zip(world.ranks, labels, strict=True)]
 
     near = replace(near, shard=apart(near.shard) or (), secondary=apart(near.secondary))
-    return form_axes(world, near, divisor=comm.size)
+    return form_axes(world, near, divisor=ranks.data.size)
 
 
 def family_of(parameter: Any) -> Family:
@@ -307,28 +287,27 @@ class _Worlds:
         return found
 
 
-def _worlds(mesh: Any, data_axes: Sequence[str], family: Family) -> _Worlds:
+def _worlds(ranks: Ranks, family: Family) -> _Worlds:
+    mesh, data_axes = ranks.mesh, ranks.data_axes
     apart = [axis for axis in family if not axis.startswith("+")]
     added = [_plain(axis) for axis in family if axis.startswith("+")]
     within = [axis for axis in mesh.mesh_dim_names if (axis in data_axes and axis not in apart) or axis in added]
-    ranks = of_mesh(mesh, within) if within else [[rank] for rank in mesh.mesh.flatten().tolist()]
+    worlds = of_mesh(mesh, within) if within else [[rank] for rank in mesh.mesh.flatten().tolist()]
     numbers = {rank: number for group in of_mesh(mesh, data_axes) for number, rank in enumerate(group)}
-    return _Worlds(within=within, ranks=ranks, numbers=numbers, adds=bool(added))
+    return _Worlds(within=within, ranks=worlds, numbers=numbers, adds=bool(added))
 
 
-def _family(
-    comm: Communicator, mesh: Any, data_axes: Sequence[str], family: Family, worlds: _Worlds, config: ZeroConfig, *,
-    counts: bool,
-) -> Axes:  # fmt: skip
-    nodes, log, check = config.ranks_per_node, comm.log, comm.check
+def _family(ranks: Ranks, family: Family, worlds: _Worlds, config: ZeroConfig, *, counts: bool) -> Axes:
+    comm, nodes = ranks.data, config.ranks_per_node
     world = comm
-    if worlds.within != list(data_axes):
+    if worlds.within != list(ranks.data_axes):
+        alone = not worlds.within
         world = (
-            Communicator.of_axes(mesh, worlds.within, log=log, check=check, nodes=nodes)
-            if worlds.within else comm.partition([[rank] for rank in range(comm.size)], name="alone")
+            comm.partition([[rank] for rank in range(comm.size)], name="alone") if alone
+            else ranks.along(worlds.within, nodes=nodes)
         )  # fmt: skip
     apart = [axis for axis in family if not axis.startswith("+")]
-    parts = Communicator.of_axes(mesh, apart, log=log, check=check, nodes=nodes) if apart else None
+    parts = ranks.along(apart, nodes=nodes) if apart else None
     near = worlds.near(comm.size, config, world.ranks)
     return form_axes(world, near, divisor=comm.size, parts=parts, counts=counts)
 
