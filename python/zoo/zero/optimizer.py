@@ -347,10 +347,7 @@ class ZeroOptimizer(SavedState):
         self._settle()
         self.sharded.sync_buffers()
         tally = self._comparison.tally(mine, alike, groups, self.loss_scale)
-
-        def told(*, made: bool) -> Outcome | None:
-            return None if tally is None or mine is None else Outcome(None, tally.sums(), tally.rows(), made=made)
-
+        told = partial(self._told, tally, mine is not None)
         if self._in_backward is not None:
             self._in_backward.step()
             self._settle_errors(used=True)
@@ -358,13 +355,11 @@ class ZeroOptimizer(SavedState):
         # Where numbers are read later all ranks update: those that have others' gradients would wait for this one.
         if not self._has_gradients() or (self.runtime.backward.has_nothing and not self._late):
             self.clipping.norm = None
-            return self._nothing_here(tally, told)
-        measured, rest = self.clipping.may_skip, None
-        if not (measured or self._late):
-            rest = told(made=False)
-            if rest is not None:
-                rest.read()
-                self._comparison.refuse(rest)
+            if tally is not None and self.clipping.may_skip:  # others may have gradients, and measure their norm
+                self.clipping.travel(tally)
+            return told(made=False)
+        measured = self.clipping.may_skip
+        rest = None if measured or self._late else told(made=False)
         try:
             factors = self._measured(tally, mine is not None, groups) if measured else UNCHANGED
         except NonFiniteGradientsError:
@@ -393,18 +388,19 @@ class ZeroOptimizer(SavedState):
                 self._publish()
             raise
 
-    def _nothing_here(self, tally: Tally | None, told: Callable[..., Outcome | None]) -> Outcome | None:
-        """The outcome of a step without gradients on this rank: others may have some, and measure their norm.
+    def _told(self, tally: Tally | None, tallies: bool, *, made: bool) -> Outcome | None:
+        """What goes with a step beside its norm. It is read here where the update has not been ``made``, and nothing is
+        read later. ``tallies``: the tally has numbers of the caller's.
 
         Raises:
-            CollectiveMismatchError: they do.
+            CollectiveMismatchError: ranks do not have alike what they have to.
         """
-        if tally is not None and self.clipping.may_skip:
-            self.clipping.travel(tally)
-        found = told(made=False)
-        if tally is not None and found is None and tally.rows() is not None:
-            found = Outcome(None, None, tally.rows())
-        if found is not None and not self._late:
+        sums = tally.sums() if tally is not None and tallies else None
+        rows = tally.rows() if tally is not None else None
+        if sums is None and rows is None:
+            return None
+        found = Outcome(None, sums, rows, made=made)
+        if not (made or self._late):
             found.read()
             self._comparison.refuse(found)
         return found
