@@ -33,24 +33,20 @@ class GatherVotes:
     Args:
         comm: all ranks of the model.
         buckets: all of them, in order.
-
-    Attributes:
-        num_votes: since construction.
     """
 
     def __init__(self, comm: Communicator, buckets: Sequence[Bucket]) -> None:
         self._comm, self._buckets = comm, buckets
-        self.num_votes = 0
 
     def unshard(self, bucket: Bucket) -> None:
         """Gather ``bucket``, after those that other ranks need first."""
-        while (chosen := self._vote(bucket.index)) != bucket.index:
+        while (chosen := self._all_reduce(bucket.index, "min")) != bucket.index:
             self._serve(self._buckets[chosen])
         bucket.parameters.start()
 
     def settle(self) -> None:
         """Serve the others until no rank needs anything. Every rank calls it, before anything else is collective."""
-        while (chosen := self._vote(DONE)) != DONE:
+        while (chosen := self._all_reduce(DONE, "min")) != DONE:
             self._serve(self._buckets[chosen])
 
     def any(self, flag: bool) -> bool:
@@ -68,10 +64,6 @@ class GatherVotes:
         bucket.executor.wait(bucket)
         if not bucket.active:
             bucket.executor.reshard(bucket)
-
-    def _vote(self, wanted: int) -> int:
-        self.num_votes += 1
-        return self._all_reduce(wanted, "min")
 
     def _all_reduce(self, value: int, op: str) -> int:
         number = torch.tensor([value], dtype=torch.int64, device=self._buckets[0].device)
