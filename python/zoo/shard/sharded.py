@@ -37,7 +37,6 @@ from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.families import check_ranks, ranks_of
 from zoo.shard.placement.plan import check_rows
 from zoo.shard.placement.precision import Precision, resolve_precision
-from zoo.shard.placement.precision import cast_inputs as casting
 from zoo.shard.placement.units import UnitChoice, UnitSpec, check_parameters
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.hooks import Runtime
@@ -208,14 +207,12 @@ class ShardedModel:
             specs,
             self.buckets,
             comm=self.comm,
-            reduce_dtype=self.precision.reduce,
-            overlap=cfg.overlap_comm,
+            config=cfg,
+            precision=self.precision,
             votes=self.votes,
-            demand_all=not cfg.ignore_unused_parameters,
             policy=self._budgets,
             executor=self.executor,
             recovery=Recovery(self.comm) if recovers else None,
-            cast_inputs=None if self.precision.inputs is None else casting(self.precision.inputs),
         )
 
     @property

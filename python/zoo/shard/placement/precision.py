@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -120,10 +121,6 @@ def cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
 def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     given, structure = pytree.tree_flatten((args, kwargs))
     cast = [map_tensors(lambda t: t.to(dtype) if t.dtype in COMPUTES else t, value) for value in given]
-    if all(map(_same, given, cast)):
+    if all(map(is_, given, cast)):
         return None  # the containers stay the very objects that were given
     return pytree.tree_unflatten(cast, structure)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other

@@ -22,6 +22,7 @@ from zoo.comm import Communicator, Recovery
 from zoo.parts.hooks import hidden_from_compiler, is_compiled, own_hook
 from zoo.shard.buckets import Bucket
 from zoo.shard.call_stack import exception_of_call, is_called
+from zoo.shard.placement.precision import Precision, cast_inputs
 from zoo.shard.placement.units import UnitSpec
 from zoo.shard.runtime.backward import Backward
 from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Unit
@@ -32,6 +33,7 @@ from zoo.shard.runtime.reductions import Demand, Reductions
 from zoo.shard.runtime.residency import Residency, ResidencyPolicy
 
 if TYPE_CHECKING:
+    from zoo.shard.config import ZeroConfig
     from zoo.shard.runtime.gather_votes import GatherVotes
     from zoo.shard.runtime.window import Window
 
@@ -46,13 +48,10 @@ class Runtime:
 
     Args:
         comm: all ranks of the model.
-        reduce_dtype: dtype in which gradients travel, None for their own.
-        overlap: reduce buckets during backward; otherwise all at its end.
+        config, precision: of the model.
         executor: carries out what is decided here.
         policy: what is gathered ahead, and what stays gathered.
         votes: where ranks agree on gathers, None where all of them need the same ones.
-        cast_inputs: forward pre-hook of the model (``placement/precision.py``), None for none.
-        demand_all: a synchronised backward that leaves a trainable parameter without a gradient is an error.
 
     Attributes:
         unreduced: some backward accumulated without reducing. waiting: gradients of parameters that ranks with other
@@ -68,28 +67,26 @@ class Runtime:
         buckets: Sequence[Bucket],
         *,
         comm: Communicator,
-        reduce_dtype: torch.dtype | None,
-        overlap: bool,
+        config: ZeroConfig,
+        precision: Precision,
         executor: Executor,
         policy: ResidencyPolicy,
-        recovery: Recovery | None = None,
-        demand_all: bool = False,
-        votes: GatherVotes | None = None,
-        cast_inputs: Callable[..., Any] | None = None,
+        recovery: Recovery | None,
+        votes: GatherVotes | None,
     ) -> None:
         self.unreduced = self.reduced = self.waiting = False
         self.executor, self.recovery = executor, recovery
         self._votes = votes
         self._buckets = list(buckets)
         self._mine = frozenset(buckets)
-        self.reductions = Reductions(self._buckets, executor, reduce_dtype=reduce_dtype)
+        self.reductions = Reductions(self._buckets, executor, reduce_dtype=precision.reduce)
         self.residency = Residency(self._buckets, executor, policy)
         self.contexts = Contexts()
         self.backward = Backward(
             self.contexts, self.residency, self.reductions, self._buckets, executor=executor, comm=comm,
-            overlap=overlap, on_end=self._after_backward, recovery=recovery, divergent=votes is not None,
+            overlap=config.overlap_comm, on_end=self._after_backward, recovery=recovery, divergent=votes is not None,
         )  # fmt: skip
-        self._demand = Demand(self._buckets) if demand_all else None
+        self._demand = None if config.ignore_unused_parameters else Demand(self._buckets)
         self._context: Context | None = None
         self._driven: Context | None = None  # takes what runs until the schedule says otherwise
         self._depth = 0
@@ -106,8 +103,9 @@ class Runtime:
         self._has_partitioned = any(b.partitioned for b in self._buckets)
         self._trains = any(b.spec.trainable for b in self._buckets)
         self._hooked: dict[str, Unit] = {}
-        if cast_inputs is not None:
-            self._hooks.append(self._model.register_forward_pre_hook(own_hook(cast_inputs), with_kwargs=True))
+        if precision.inputs is not None:
+            cast = own_hook(cast_inputs(precision.inputs))
+            self._hooks.append(self._model.register_forward_pre_hook(cast, with_kwargs=True))
         self._install(units)
 
     def _install(self, specs: Sequence[UnitSpec]) -> None:
