@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from zoo.comm import CommsLog, Communicator, Handle
-
-
-class _Done:
-    def wait(self) -> None:
-        """Nothing to wait for."""
+from zoo.comm import DONE, CommsLog, Communicator, Handle
 
 
 class DryRun(Communicator):
@@ -47,31 +40,17 @@ class DryRun(Communicator):
         """There is none."""
         return False
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Handle:
-        """Nothing is gathered."""
-        return _Done()
+    def _move(self, *tensors: Any, **options: Any) -> Handle:
+        """Nothing is gathered, reduced or sent."""
+        return DONE
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
-        """Nothing is reduced."""
-        return _Done()
-
-    def all_to_all(self, out: torch.Tensor, given: torch.Tensor, *, label: str = "") -> Handle:
-        """Nothing is exchanged."""
-        return _Done()
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
-        """Nothing is reduced."""
-        return _Done()
-
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
-        """Nothing is sent."""
-        return _Done()
+    all_gather = reduce_scatter = all_to_all = all_reduce = broadcast = _move
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """All ranks say the same."""
         return [value] * self.size
 
-    def agree(self, what: str, value: str, device: torch.device | None = None) -> None:
+    def agree(self, what: str, value: str, device: Any = None) -> None:
         """There is nobody to disagree."""
 
 
