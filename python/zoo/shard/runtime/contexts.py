@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from zoo.shard.buckets import Bucket
 from zoo.shard.placement.units import UnitSpec
@@ -208,7 +208,3 @@ class Contexts:
             bucket.leases -= 1
         context.left = 0
         context.phase = Phase.EXPIRED
-
-    def latest(self) -> Iterator[Context]:
-        """The open ones, the latest first."""
-        return reversed(self.open)

@@ -75,12 +75,9 @@ class GraphTasks:
             return []
         return accumulators(bucket.spec.parameters[:1])
 
-    def adds(self) -> bool:
-        """Whether it adds to the gradient of some parameter on this rank."""
-        return bool(self._adds())
-
-    def _adds(self) -> bool | None:
-        """The same; None where torch says that the gradient of some parameter is returned."""
+    def adds(self) -> bool | None:
+        """Whether it adds to the gradient of some parameter on this rank; None where torch says that the gradient of
+        some parameter is returned."""
         for bucket in self._buckets:
             # Outside of what is caught: whatever goes wrong here is a fault. The first parameter tells most often.
             for find in (self._first_of, self._of):
@@ -94,7 +91,7 @@ class GraphTasks:
 
     def accumulates(self) -> bool:
         """Whether it is of the kind that adds to gradients of parameters, as ``loss.backward()`` is."""
-        adds = self._adds()
+        adds = self.adds()
         if adds is not False:
             return bool(adds)
         # None of them: a loss that leads to no parameter on this rank, or a call for other tensors.

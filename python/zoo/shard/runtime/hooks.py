@@ -208,7 +208,7 @@ class Runtime:
         self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None
         if self._has_partitioned:
             self._events, self._trained = [], module.training and self._pass_grad
-            self.residency.begin((module.training, self._pass_grad))
+            self.residency.orders.begin((module.training, self._pass_grad))
 
     def _exit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if unit.depth == 0:  # its forward did not get as far as our first hook

@@ -164,7 +164,7 @@ class _Planner:
     def run(self, calls: Sequence[Call]) -> Plan:
         """One forward and its backward."""
         residency, mode = self.residency, "training"
-        residency.begin(mode)
+        residency.orders.begin(mode)
         for event in calls:  # prefetching knows the order from an earlier pass
             for bucket in event.buckets if isinstance(event, Enter) else ():
                 residency.orders.advance(self._planned[bucket])
@@ -203,7 +203,7 @@ class _Planner:
     def _forward(self, calls: Sequence[Call], mode: str, context: Context) -> Context:
         residency, executor = self.residency, self._executor
         running: list[Any] = []
-        residency.begin(mode)
+        residency.orders.begin(mode)
         for event in calls:
             if isinstance(event, Enter):
                 unit: Any = _Unit(event.name, tuple(self._planned[b] for b in event.buckets))

@@ -43,6 +43,7 @@ class Reductions:
     Attributes:
         begins: called when a backward that reduces has started.
         follower: is told of each gradient that is reduced.
+        waits: there are buckets that a backward does not reduce.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Reductions:
         self._all = [g for g in every if not g.bucket.routes.axes.spans_layers]
         # In an order that is the same on ranks with other layers.
         self._tied = sorted((g for g in every if g.bucket.routes.axes.spans_layers), key=_place)
+        self.waits = bool(self._tied)
         self._next = 0
         self._begun = False
         self._in_flight: deque[tuple[BucketGradients, Callable[[], None]]] = deque()
@@ -110,11 +112,6 @@ class Reductions:
         if self.follower is not None:
             self.follower.finish()
 
-    @property
-    def waits(self) -> bool:
-        """Whether there are buckets that a backward does not reduce."""
-        return bool(self._tied)
-
     def finish_tied(self) -> None:
         """Reduce those, on all ranks that have them."""
         for gradients in self._tied:
@@ -154,14 +151,11 @@ class Demand:
         for bucket in (b for b in buckets if b.spec.trainable):
             for slot, parameter in enumerate(bucket.spec.parameters):
                 every.add((bucket, slot))
-                seen: Callable[[Any], None] = partial(self._saw, bucket, slot)
+                seen: Callable[[Any], None] = partial(self.saw, bucket, slot)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(seen))  # type: ignore[no-untyped-call]
         self._all, self._unseen = frozenset(every), every
 
-    def _saw(self, bucket: Bucket, slot: int, parameter: torch.Tensor) -> None:
-        self.saw(bucket, slot)
-
-    def saw(self, bucket: Bucket, slot: int) -> None:
+    def saw(self, bucket: Bucket, slot: int, parameter: torch.Tensor | None = None) -> None:
         """A gradient has arrived for this parameter."""
         self._unseen.discard((bucket, slot))
 

@@ -11,7 +11,7 @@ what comes after it, :meth:`Residency.rest` when nobody that runs needs it any m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from zoo.shard.buckets import Bucket
@@ -164,10 +164,6 @@ class Residency:
         self.prefetches, self._makes_room = policy.prefetches, policy.makes_room
 
     # Forward ---------------------------------------------------------------------------------------------------------
-
-    def begin(self, mode: Hashable) -> None:
-        """A pass begins."""
-        self.orders.begin(mode)
 
     def end(self) -> None:
         """A pass is over: what was prefetched and not used was a wrong prediction."""

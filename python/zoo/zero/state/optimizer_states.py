@@ -123,7 +123,9 @@ class OptimizerStates:
 
     def check_writable(self) -> None:
         """Raise RuntimeError where each rank has parameters of its own now."""
-        self.optimizer.updater.check_writable()
+        meetings = self.optimizer.updater.meetings
+        if meetings is not None:
+            meetings.check_writable()
 
     def refuse_writes(self, why: str) -> None:
         """Raise RuntimeError as :meth:`check_writable`; every step is refused then until a state is loaded."""

@@ -93,11 +93,11 @@ class Updater:
         self.inner = self.expected.inner = self._build(groups, options, wrapped.instance)
         for segment in self.segments:
             segment.inner = self.inner
-        self._meetings: Meetings | None = None
+        self.meetings: Meetings | None = None
         if switch is not None:
             from zoo.zero.update.synced import Meetings
 
-            self._meetings = Meetings(self.inner, switch, buckets, self.segments, everyone)
+            self.meetings = Meetings(self.inner, switch, buckets, self.segments, everyone)
             self.decide([dict(group) for group in groups])
         streams = False
         if scratch is not None:
@@ -199,17 +199,12 @@ class Updater:
         sums, found = int(getattr(self.inner, "num_sums", 0)), list[Hop]()
         for buckets, _ in self._pieces:
             found += self._parts.hops(buckets, sums)
-        return found + (self._meetings.hops() if self._meetings is not None else [])
+        return found + (self.meetings.hops() if self.meetings is not None else [])
 
     @property
     def apart(self) -> bool:
         """Ranks that repeat a state have different ones after the steps so far."""
-        return self._meetings is not None and self._meetings.apart
-
-    def check_writable(self) -> None:
-        """Raise RuntimeError where each rank has parameters of its own now: see :class:`Meetings`."""
-        if self._meetings is not None:
-            self._meetings.check_writable()
+        return self.meetings is not None and self.meetings.apart
 
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes that an update reads from and writes to NVMe, once states exist."""
@@ -226,7 +221,7 @@ class Updater:
         """
         for index in range(len(self._pieces)):
             self.run(index, factors)
-        if self._meetings is not None:
+        if self.meetings is not None:
             self.inner.finish_step()
             self._give_options()
             self.decide(self._outer)
@@ -240,8 +235,8 @@ class Updater:
             self.follows.take()
         self._finish_writes()
         self._take_options(groups)
-        if self._meetings is not None:
-            self._meetings.begin()
+        if self.meetings is not None:
+            self.meetings.begin()
         self.read_ahead()
 
     def _check_asked(self) -> None:
@@ -473,16 +468,16 @@ class Updater:
                             kept = {k: v for k, v in segment.entries.items() if k == "master"}
                             self.inner.state[segment.tensor] = kept
                         segment.round_parameters()
-        if self._meetings is not None:
-            self._meetings.resume()
+        if self.meetings is not None:
+            self.meetings.resume()
             self._give_options()
             self.decide(self._outer)
 
     def decide(self, groups: Sequence[dict[str, Any]]) -> None:
         """Gradients may be reduced for the next step, with the options of ``groups``: whether to means."""
-        if self._meetings is not None:
+        if self.meetings is not None:
             self._take_options(groups)
-            self._meetings.decide()
+            self.meetings.decide()
 
     def _make_states(self, piece: Sequence[Segment]) -> None:
         # A step on zero gradients makes the entries that the optimizer keeps; what is loaded overwrites all their
@@ -491,7 +486,7 @@ class Updater:
             for segment in piece:
                 self.inner.state.pop(segment.tensor, None)
                 segment.tensor.grad = torch.zeros_like(segment.tensor)
-            with self._meetings.forming() if self._meetings is not None else contextlib.nullcontext():
+            with self.meetings.forming() if self.meetings is not None else contextlib.nullcontext():
                 self.inner.step()
             for segment in piece:
                 segment.tensor.grad = None
