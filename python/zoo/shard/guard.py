@@ -241,15 +241,20 @@ class Guard:
         bucket: the :class:`~zoo.shard.buckets.Bucket`, which the class has.
         storage: the memory of its parameters.
         message: says what is wrong with touching that memory while it is gone.
+        cls: in the place of a class of its own: one whose instances have the bucket, and find out by themselves whether
+            they are whole.
     """
 
-    def __init__(self, bucket: Any, storage: torch.UntypedStorage, message: Callable[[], str]) -> None:
+    def __init__(
+        self, bucket: Any, storage: torch.UntypedStorage, message: Callable[[], str], cls: type | None = None
+    ) -> None:
         self._shown: Any = _DISABLED  # what the class does to functions of torch while its parameters are whole
-        self._class = self.class_for(bucket)
+        self._bucket, self._shared = bucket, cls is not None
+        self._class: Any = cls or self._class_for(bucket)
         self._address = storage._cdata
         self._message = message
 
-    def class_for(self, bucket: Any) -> Any:
+    def _class_for(self, bucket: Any) -> Any:
         """The class of the bucket's parameters."""
         body = {
             "_zoo_bucket": bucket,
@@ -274,14 +279,18 @@ class Guard:
         parameter.__class__ = self._class
         parameter._zoo_name = name  # type: ignore[attr-defined]
         parameter._zoo_slot = slot  # type: ignore[attr-defined]
+        if self._shared:
+            parameter._zoo_bucket = self._bucket  # type: ignore[attr-defined]
 
     def hide(self) -> None:
         """No unit that owns the parameters is running: refuse them. Their memory may still be there."""
-        self._class.__torch_function__ = _REFUSE
+        if not self._shared:
+            self._class.__torch_function__ = _REFUSE
 
     def show(self) -> None:
         """A unit that owns the parameters runs."""
-        self._class.__torch_function__ = self._shown
+        if not self._shared:
+            self._class.__torch_function__ = self._shown
 
     def moved(self, storage: torch.UntypedStorage) -> None:
         """Their memory is another one now."""

@@ -112,32 +112,6 @@ def refuse_closed(func: Any, parts: Sequence[InitBucket]) -> Any:
         )
 
 
-class InitGuard(Guard):
-    """Makes a parameter an :class:`InitParameter`, which finds out by itself whether it is whole."""
-
-    def __init__(self, bucket: InitBucket, storage: torch.UntypedStorage) -> None:
-        super().__init__(
-            bucket, storage, lambda: f"{bucket.name!r} (or a view of it) was touched while zoo.zero.Init has "
-            "partitioned it: only a part of it is on this rank.",
-        )  # fmt: skip
-        self._bucket = bucket
-
-    def class_for(self, bucket: Bucket) -> Any:
-        """See :class:`~zoo.shard.guard.Guard`."""
-        return InitParameter
-
-    def adopt(self, parameter: nn.Parameter, name: str, slot: int) -> None:
-        """See :class:`~zoo.shard.guard.Guard`."""
-        super().adopt(parameter, name, slot)
-        parameter._zoo_bucket = self._bucket  # type: ignore[attr-defined]
-
-    def hide(self) -> None:
-        """Its class refuses it."""
-
-    def show(self) -> None:
-        """Its class does not refuse it."""
-
-
 class InitBucket(Bucket):
     """The bucket of one partitioned parameter.
 
@@ -177,7 +151,10 @@ class InitBucket(Bucket):
 
     def new_guard(self, storage: torch.UntypedStorage) -> Guard:
         """See :class:`~zoo.shard.buckets.Bucket`."""
-        return InitGuard(self, storage)
+        return Guard(
+            self, storage, lambda: f"{self.name!r} (or a view of it) was touched while zoo.zero.Init has "
+            "partitioned it: only a part of it is on this rank.", InitParameter,
+        )  # fmt: skip
 
     def new_shard(self) -> RoleBuffer:
         """See :class:`~zoo.shard.buckets.Bucket`."""
