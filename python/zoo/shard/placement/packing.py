@@ -71,11 +71,6 @@ class BucketSpec:
         """The dtype in which gradients are added up and kept."""
         return self.dtype if self.accumulate is None else self.accumulate
 
-    @property
-    def numel(self) -> int:
-        """Elements, without padding."""
-        return sum(p.numel() for p in self.parameters)
-
 
 def plan_buckets(
     units: Sequence[UnitSpec],

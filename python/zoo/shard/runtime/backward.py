@@ -443,12 +443,6 @@ class Backward:
         if self.running and self._driven is None and self._alive() is None:
             self.fail()
 
-    def adds(self) -> bool:
-        """Whether the graph task that runs, in which this is called, adds to gradients of parameters."""
-        if self.running and self._alive() is not None:
-            return self._accumulates
-        return self._tasks.accumulates()
-
     def note_scaled(self) -> None:
         """The backward that runs is that of a loss that was multiplied by the scale."""
         self.scaled = follow()
