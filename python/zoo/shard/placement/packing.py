@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from zoo.layout import FlatLayout, LogicalTensor
+from zoo.shard.placement.families import family_of
 from zoo.shard.placement.precision import Precision, compute_dtype
 from zoo.shard.placement.units import UnitSpec
 from zoo.shard.quantised_parameters import class_of
+
+if TYPE_CHECKING:
+    from zoo.shard.config import ZeroConfig
 
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
 
@@ -73,40 +78,31 @@ class BucketSpec:
 
 
 def plan_buckets(
-    units: Sequence[UnitSpec],
-    *,
-    bucket_size: int,
-    persistence_threshold: int,
-    model_persistence_threshold: int,
-    group_of: Callable[[nn.Parameter], int],
-    axes_of: Callable[[str, nn.Parameter], tuple[str, ...]] = lambda name, parameter: (),
-    precision: Precision | None = None,
-    is_table: Callable[[nn.Parameter], bool] = lambda parameter: False,
-    size_of: Callable[[nn.Parameter], int] = lambda parameter: parameter.numel(),
-) -> list[BucketSpec]:
-    """Coalesce the parameters of consecutive units into buckets of at most ``bucket_size`` elements.
+    units: Sequence[UnitSpec], config: ZeroConfig, precision: Precision, *, group_of: Callable[[nn.Parameter], int],
+    is_table: Callable[[nn.Parameter], bool], size_of: Callable[[nn.Parameter], int],
+) -> list[BucketSpec]:  # fmt: skip
+    """Coalesce the parameters of consecutive units into buckets of at most ``config.bucket_size`` elements.
 
-    A unit is never split, so a bucket is larger than ``bucket_size`` when a unit alone is. Parameters of at most
-    ``persistence_threshold`` elements are *resident* (whole on every rank at stage 3 too) until
-    ``model_persistence_threshold`` elements are. Parameters that are parts along other mesh axes (``axes_of``) travel
-    between other ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
+    A unit is never split, so a bucket is larger than that when a unit alone is. Parameters of at most
+    ``param_persistence_threshold`` elements are *resident* (whole on every rank at stage 3 too) until
+    ``model_persistence_threshold`` elements are. Parameters that are parts along other mesh axes travel between other
+    ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
     open while they run, and would keep what it shares a bucket with gathered. The parameters of a
     bucket have one dtype, which ``precision`` says, and they came in one too; so have their gradients.
     A parameter that ``is_table`` has a bucket of its own, and its ``row`` is set. ``size_of`` counts elements: ranks
     with other parts of the same tensors get the same buckets only if they count alike.
     """
-    precision = precision or Precision()
     buckets: list[BucketSpec] = []
     still_open: dict[_Key, BucketSpec] = {}
-    budget = model_persistence_threshold
+    budget = config.model_persistence_threshold
     for unit in units:
         own: dict[_Key, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters.items():
             size = size_of(parameter)
-            resident = size <= persistence_threshold and size <= budget
+            resident = size <= config.param_persistence_threshold and size <= budget
             budget -= size if resident else 0
             dtypes = compute_dtype(parameter, precision.param), parameter.dtype
-            axes = axes_of(name, parameter)
+            axes = family_of(parameter)
             table = name if is_table(parameter) else ""
             key = (dtypes, parameter.requires_grad, resident, axes, table, class_of(parameter))
             own.setdefault(key, []).append((name, parameter))
@@ -114,7 +110,7 @@ def plan_buckets(
         for key, members in own.items():
             size = sum(size_of(p) for _, p in members)
             spec = still_open.get(key)
-            if alone or spec is None or sum(map(size_of, spec.parameters)) + size > bucket_size:
+            if alone or spec is None or sum(map(size_of, spec.parameters)) + size > config.bucket_size:
                 (dtype, original), trainable, resident, axes, table, cls = key
                 spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes, came_in=original, cls=cls)
                 if trainable and precision.accumulate is not dtype:

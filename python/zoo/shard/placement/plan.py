@@ -32,12 +32,9 @@ def plan_model(
     specs = find_units(module, units)
     plan = plan_buckets(
         specs,
-        bucket_size=config.bucket_size,
-        persistence_threshold=config.param_persistence_threshold,
-        model_persistence_threshold=config.model_persistence_threshold,
+        config,
+        precision,
         group_of=group_of,
-        axes_of=lambda name, parameter: family_of(parameter),
-        precision=precision,
         is_table=find_tables(module) if sparse else lambda parameter: False,
         size_of=partial(_size, mesh),
     )
