@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.inference.test_generation import some_prompts
+from tests.inject.models import model_of
 from tests.profiles import examples
 
 pytest.importorskip("transformers")
 
-from zoo.inference import Sampling
+from zoo.inference import Sampling, generate
 from zoo.kernels.philox import words
 
 
@@ -99,3 +101,24 @@ def test_what_cannot_be_is_told() -> None:
     one = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"it must be \(B, V\), and B of each"):
         Sampling().pick(torch.zeros(2, 3), one, one)
+
+
+def test_generate_of_transformers_draws_the_same_tokens() -> None:
+    model = model_of("Llama", torch.float64)
+    prompts = some_prompts([4, 4, 4])
+    sampling = Sampling(temperature=1.3, top_k=30, seed=5)
+    right = generate(model, prompts, max_new_tokens=7, sampling=sampling, end=[])
+    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
+        processor = sampling.processor()
+        found = model.generate(
+            torch.stack(prompts), max_new_tokens=7, min_new_tokens=7, logits_processor=[processor], eos_token_id=None,
+            **options,
+        )  # fmt: skip
+        assert torch.equal(found[:, 4:], torch.stack(right))
+        with pytest.raises(ValueError, match="it is for one call of generate, without beams"):
+            model.generate(prompts[0][None, :2], max_new_tokens=2, logits_processor=[processor])
+    own = sampling.processor([2])
+    found = model.generate(prompts[2][None], max_new_tokens=7, logits_processor=[own], eos_token_id=None)
+    assert torch.equal(found[0, 4:], right[2])
+    with pytest.raises(ValueError, match="a processor for 1 sequences"):
+        model.generate(torch.stack(prompts), max_new_tokens=2, logits_processor=[sampling.processor([1])])

@@ -104,6 +104,11 @@ class _Placed(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _admit(self, key_states: Tensor, value_states: Tensor) -> int:
         """How many tokens there are with the new ones."""
+        if key_states.requires_grad or value_states.requires_grad:
+            raise ValueError(
+                "keys or values that come into the cache want a gradient, which memory that is written in place has not. "
+                "Call the model under torch.no_grad(), or let transformers make its own cache."
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._length_with(key_states.shape[0], key_states.shape[2])

@@ -8,6 +8,7 @@ u = (w + 1/2)/2^32 and g = -log(-log u), standard Gumbel. argmax(z + g) over tok
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +88,14 @@ class Sampling:
             z = z[tokens]
         return tokens[(z + self.noise(sequence, position, tokens)).argmax()]
 
+    def processor(self, sequences: Sequence[int] | None = None) -> Processor:
+        """For ``logits_processor=[...]`` of transformers' ``generate``, of one call: all but the drawn token get -inf.
+
+        Args:
+            sequences: the number of each row's sequence; None: 0, 1, ...
+        """
+        return Processor(self, sequences)
+
     def noise(self, sequence: int, position: int, tokens: Tensor) -> Tensor:
         """g of these tokens (int64), fp64."""
         words = blocks(self.seed, sequence << 32 | position, tokens >> 2)
@@ -101,3 +110,27 @@ def _nucleus(z: Tensor, top_p: float) -> Tensor:
     before = torch.softmax(ordered, 0).cumsum(0).roll(1)
     before[0] = 0.0
     return places[before < top_p].sort().values
+
+
+class Processor:
+    """See :meth:`Sampling.processor`. Positions are counted from the first call on."""
+
+    def __init__(self, sampling: Sampling, sequences: Sequence[int] | None) -> None:
+        self.sampling, self.sequences = sampling, sequences
+        self.begin = self.next = -1
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """scores (B, V) for input_ids (B, T)."""
+        rows, length = input_ids.shape
+        if self.begin < 0:
+            self.begin = self.next = length
+        if length != self.next or (self.sequences is not None and len(self.sequences) != rows):
+            given = "" if self.sequences is None else f" for {len(self.sequences)} sequences"
+            raise ValueError(
+                f"a processor{given} that expects {self.next} tokens gets {rows} rows of {length}: it is for one call of "
+                "generate, without beams; make another one."
+            )
+        self.next += 1
+        names = torch.arange(rows) if self.sequences is None else torch.tensor(list(self.sequences))
+        picked = self.sampling.pick(scores, names, torch.full((rows,), length - self.begin))
+        return torch.full_like(scores, -math.inf).scatter_(1, picked[:, None], 0.0)

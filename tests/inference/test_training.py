@@ -1,0 +1,56 @@
+"""Tokens between steps of training: of the weights as they are then, at every stage, and training does not notice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.inference.test_generation import some_prompts
+from tests.inject.models import model_of
+
+pytest.importorskip("transformers")
+
+from zoo import sim
+from zoo.inference import Sampling, generate
+from zoo.inject import inject
+from zoo.inject.decoder import STATE
+from zoo.zero import GatheredParameters, ZeroOptimizer
+
+SAMPLING = Sampling(top_k=30, seed=2)
+Found = tuple[list[list[torch.Tensor]], list[torch.Tensor], list[int]]
+
+
+def trained(stage: int, generates: bool) -> list[Found]:
+    """Of two ranks: tokens after each step, the parameters at the end, how often each injected layer ran."""
+
+    def fn(rank: int) -> Found:
+        model = model_of("Llama", torch.float64).train()
+        optimizer = ZeroOptimizer(model, stage=stage, lr=1e-2)
+        if generates:
+            inject(model)
+        words = []
+        for step in range(3):
+            ids = torch.randint(3, 97, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if generates:
+                model.eval()
+                words.append(generate(model, some_prompts([3, 5]), max_new_tokens=4, sampling=SAMPLING, end=[]))
+                model.train()
+        runs = [m.__dict__[STATE].runs for m in model.modules() if STATE in m.__dict__ and m.__dict__[STATE].pieces]
+        with GatheredParameters(list(model.parameters())):
+            return words, [p.detach().clone() for p in model.parameters()], runs
+
+    return sim.run(2, fn)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_has_the_same_bits_and_tokens_are_of_the_newest_weights(stage: int) -> None:
+    plain, rolled, whole = trained(stage, False), trained(stage, True), trained(0, True)
+    for (_, right, _), (words, found, runs), (expected, _, _) in zip(plain, rolled, whole, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+        assert runs == [15, 15]  # 3 times two prompts and three steps of both
+        for one, other in zip(words, expected, strict=True):
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+        assert not all(torch.equal(mine, theirs) for mine, theirs in zip(words[0], words[2], strict=True))
