@@ -116,7 +116,7 @@ def test_what_cannot_be_is_told() -> None:
         model(prompts()["input_ids"], cache=cache)
         with pytest.raises(ValueError, match="the cache has 3 rows and 1 come"):
             model(prompts()["input_ids"][:1], cache=cache)
-    with pytest.raises(ValueError, match="which memory that is written in place has not"):
+    with pytest.raises(ValueError, match="memory that is written in place has none"):
         model(prompts()["input_ids"], cache=Cache(model.config, 20))
     for room in (0, -1, 2.0, "8"):
         with pytest.raises(ValueError, match="must be a whole number of tokens"):

@@ -106,7 +106,7 @@ class _Placed(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
         """How many tokens there are with the new ones."""
         if key_states.requires_grad or value_states.requires_grad:
             raise ValueError(
-                "keys or values that come into the cache want a gradient, which memory that is written in place has not. "
+                "keys or values that come into the cache want a gradient; memory that is written in place has none. "
                 "Call the model under torch.no_grad(), or let transformers make its own cache."
             )
         if not self.is_initialized:

@@ -127,8 +127,8 @@ class Processor:
         if length != self.next or (self.sequences is not None and len(self.sequences) != rows):
             given = "" if self.sequences is None else f" for {len(self.sequences)} sequences"
             raise ValueError(
-                f"a processor{given} that expects {self.next} tokens gets {rows} rows of {length}: it is for one call of "
-                "generate, without beams; make another one."
+                f"a processor{given} that expects {self.next} tokens gets {rows} rows of {length}: it is for one call "
+                "of generate, without beams; make another one."
             )
         self.next += 1
         names = torch.arange(rows) if self.sequences is None else torch.tensor(list(self.sequences))
