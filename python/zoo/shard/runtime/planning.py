@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from zoo.plan import Action, Actions, Kind, Moment
@@ -206,7 +207,8 @@ class _Planner:
         residency.orders.begin(mode)
         for event in calls:
             if isinstance(event, Enter):
-                unit: Any = _Unit(event.name, tuple(self._planned[b] for b in event.buckets))
+                buckets = tuple(self._planned[b] for b in event.buckets)
+                unit: Any = SimpleNamespace(name=event.name, partitioned=buckets, gradients=())
                 running.append(unit)
                 executor.now = (Moment.FORWARD, unit.name)
                 context.use(unit.partitioned)
@@ -220,16 +222,6 @@ class _Planner:
             executor.now = (Moment.FORWARD, running[-1].name if running else "")
         residency.end()
         return context
-
-
-class _Unit:
-    """What a walk needs of a unit."""
-
-    __slots__ = ("gradients", "name", "partitioned")
-
-    def __init__(self, name: str, partitioned: tuple[Any, ...]) -> None:
-        self.name, self.partitioned = name, partitioned
-        self.gradients: tuple[Any, ...] = ()
 
 
 class _PlannedBucket:
