@@ -154,36 +154,24 @@ def whole_values(bucket: Bucket, *, trains: bool) -> torch.Tensor:
     """(P,) what a bucket's parameters are when the model is given back; they are whole now. Collective.
 
     In the dtype in which they came, and as exact as they are kept: from the masters of the optimizer, or from what
-    frozen parameters came with. Where nothing was trained they stay in the dtype that computes.
+    frozen parameters came with. These count where they round to what the parameters are: anything else was written
+    there by somebody, and counts itself. Where nothing was trained parameters stay in the dtype that computes.
     """
     full, spec = bucket.parameters.full, bucket.spec
     if not trains or spec.original is spec.dtype:
         return full
-    return _joined_exact(bucket, _exact(bucket)) if spec.keeps_originals else full.to(spec.original)
-
-
-def _exact(bucket: Bucket) -> Pieces:
-    """This rank's elements of what is more exact than the parameters."""
-    if ORIGINAL in bucket.roles or (bucket.states is not None and bucket.states.are_whole):
-        yield from bucket.values()  # what a failed step left is of no one step
-
-
-def _joined_exact(bucket: Bucket, pieces: Pieces) -> torch.Tensor:
-    """(P,) the values of a bucket whose parameters are whole, in the dtype in which they came. Collective.
-
-    Args:
-        pieces: this rank's, of what is more exact than the parameters. They count where they round to what the
-            parameters are: anything else was written there by somebody, and counts itself.
-    """
-    full, original = bucket.parameters.full, bucket.spec.original
-    out = full.to(original)
+    out = full.to(spec.original)
+    if not spec.keeps_originals:
+        return out
     low, high = bucket.kept_range
-    for base, values in pieces:
+    # What a failed step left is of no one step.
+    there = ORIGINAL in bucket.roles or (bucket.states is not None and bucket.states.are_whole)
+    for base, values in bucket.values() if there else ():
         start, stop = max(base, low), min(base + values.numel(), high)
         if start < stop:
             exact = values[start - base : stop - base].to(out.device)
             same = exact.to(full.dtype) == full[start:stop]
-            out[start:stop] = torch.where(same, exact, full[start:stop].to(exact.dtype)).to(original)
+            out[start:stop] = torch.where(same, exact, full[start:stop].to(exact.dtype)).to(spec.original)
     if bucket.placements.states.is_split:
         bucket.shard_group.all_gather(out, out[low:high], label=f"original values of {bucket.label}").wait()
     return out

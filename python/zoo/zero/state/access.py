@@ -111,12 +111,6 @@ def _reduced_gradients(place: _Place) -> BucketGradients | None:
     return gradients if there else None
 
 
-def _grad_pieces(gradients: BucketGradients) -> Iterator[tuple[int, torch.Tensor]]:
-    bucket = gradients.bucket
-    for chunk in bucket.updated_chunks:
-        yield bucket.layout.shard_range(chunk, bucket.num_chunks)[0], gradients.reduced_chunk(chunk)
-
-
 def _fill(out: torch.Tensor, start: int, pieces: Pieces) -> None:
     for base, values in pieces:
         low, high = max(base, start), min(base + values.numel(), start + out.numel())
@@ -202,8 +196,12 @@ def _gradient(place: _Place, agreed: bool) -> _Found:
         )
     if gradients is None:
         return None
-    factor = 1.0 / place.optimizer.loss_scale
-    return ((base, values.to(place.dtype) * factor) for base, values in _grad_pieces(gradients)), place.dtype
+    factor, layout, num_chunks = 1.0 / place.optimizer.loss_scale, place.bucket.layout, place.bucket.num_chunks
+    pieces = (
+        (layout.shard_range(chunk, num_chunks)[0], gradients.reduced_chunk(chunk).to(place.dtype) * factor)
+        for chunk in place.bucket.updated_chunks
+    )
+    return pieces, place.dtype
 
 
 def _state(place: _Place, agreed: bool, *, key: str) -> _Found:
@@ -459,12 +457,9 @@ def _settable(place: _Place, gradients: BucketGradients | None) -> BucketGradien
 
 
 def _write_grad(place: _Place, gradients: BucketGradients, first: int, values: torch.Tensor) -> None:
-    bucket = place.bucket
-    scaled = values.to(place.dtype) * place.optimizer.loss_scale
-    for chunk in bucket.updated_chunks:
-        base, end = bucket.layout.shard_range(chunk, bucket.num_chunks)
-        begin = place.start + first
-        low, high = max(base, begin), min(end, begin + scaled.numel())
-        if low < high:
+    layout, num_chunks = place.bucket.layout, place.bucket.num_chunks
+    given: Values = {place.key: (first, values.to(place.dtype) * place.optimizer.loss_scale)}
+    for chunk in place.bucket.updated_chunks:
+        for offset, part in overlaps(given, layout.slices(*layout.shard_range(chunk, num_chunks))):
             with gradients.edited(chunk) as mean:
-                mean[low - base : high - base].copy_(scaled[low - begin : high - begin])
+                mean[offset : offset + part.numel()].copy_(part)
