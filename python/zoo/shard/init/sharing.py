@@ -135,17 +135,14 @@ class Sharing:
         parameters = _Weakly(parameter)
         spec = BucketSpec(dtype, False, False, [name], parameters, [0], [name])  # type: ignore[arg-type]
         spec.group_size = group_size or _UNIT
-        if not group_size and self._quantises and dtype.is_floating_point:
+        quantises = self.quantised_reads or self.quantised_frozen
+        if not group_size and quantises and dtype.is_floating_point:
             from zoo.shard.collectives import quantised  # the only part that needs zoo-kernels
 
             quantised.check_dtypes([name], dtype)
             length = layout_of(spec, self.axes.shard.size).size // self.axes.shard.size
             spec.group_size = quantised.group_size_of(length)
         return spec
-
-    @property
-    def _quantises(self) -> bool:
-        return self.quantised_reads or self.quantised_frozen
 
     def routes_of(self, spec: BucketSpec) -> Routes:
         """How it travels."""

@@ -36,7 +36,7 @@ def slices_of(segments: Iterable[Segment], buckets: Sequence[Bucket], *, owned: 
             if owned and not any(bucket.owns(chunk) for chunk in range(bucket.num_chunks)):
                 continue
             low, high = bucket.own_range if owned else bucket.kept_range
-            values = _frozen_values(bucket, low, high)
+            values = bucket.exact.source(low - bucket.exact.first, high - low)  # as they came, where that is kept
             yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", values, constant=True)
 
 
@@ -48,11 +48,6 @@ def gone_of(buckets: Iterable[Bucket]) -> frozenset[str]:
 def parameters_of(buckets: Iterable[Bucket]) -> list[Run]:
     """The parameters that the model has, as runs of logical tensors: names and shapes, whatever state they are in."""
     return [run for b in buckets for run in runs_of(b, b.layout.slices()) if run.name not in b.gone]
-
-
-def _frozen_values(bucket: Bucket, low: int, high: int) -> torch.Tensor | Stored:
-    """Elements [low, high) of a frozen bucket, as they came where that is kept."""
-    return bucket.exact.source(low - bucket.exact.first, high - low)
 
 
 APART = "apart."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -138,15 +138,6 @@ def _load(optimizer: ZeroOptimizer, options: list[dict[str, Any]], read: Reader,
             group.clear()
             group.update(old)
         raise
-
-
-def _runs(optimizer: ZeroOptimizer) -> Iterator[Run]:
-    """What this rank needs of parameters."""
-    for segment in optimizer.updater.segments:
-        yield from runs_of(segment.bucket, segment.slices())
-    for bucket in optimizer.buckets:
-        if not bucket.spec.trainable:
-            yield from runs_of(bucket, bucket.layout.slices(*bucket.kept_range))
 
 
 # The entries: runs of elements, by "<role>|<name>|<start>" -----------------------------------------------------------
@@ -335,7 +326,9 @@ def _roles_of(lengths: _Runs[int], scalars: Iterable[str]) -> dict[tuple[str, in
 def _wanted(optimizer: ZeroOptimizer) -> _Runs[int]:
     """By name of a parameter the length of each run that this rank needs."""
     found: _Runs[int] = {}
-    for run in _runs(optimizer):
-        for p in run.rows():
+    needed = [(segment.bucket, segment.slices()) for segment in optimizer.updater.segments]
+    needed += [(b, b.layout.slices(*b.kept_range)) for b in optimizer.buckets if not b.spec.trainable]
+    for bucket, slices in needed:
+        for p in (row for run in runs_of(bucket, slices) for row in run.rows()):
             found.setdefault(p.name, {})[p.start] = p.length
     return {name: _lengths(of) for name, of in found.items()}
