@@ -41,6 +41,28 @@ def test_loops_over_gradients_find_none_where_they_are_partitioned(stage: int, a
     assert all(map(torch.equal, looked, plain))
 
 
+def test_at_stage_0_a_gradient_that_is_not_at_hand_is_refused() -> None:
+    """It was read as the mean within a step: what came since is not all of it. None would say that there is nothing."""
+
+    def job(rank: int) -> None:
+        engine = start(0, gradient_accumulation_steps=3)
+        weight = next(engine.module.parameters())
+        first, second, third = batches(rank, 3)
+        engine.backward(loss_of(engine, first))
+        assert weight.grad is not None
+        assert deepspeed.utils.safe_get_full_grad(weight) is not None
+        engine.step()
+        engine.backward(loss_of(engine, second))
+        with pytest.raises(PartitionedAccessError, match="safe_get_full_grad"):
+            weight.grad.norm()
+        engine.step()
+        engine.backward(loss_of(engine, third))
+        assert torch.equal(weight.grad, deepspeed.utils.safe_get_full_grad(weight))
+        engine.step()
+
+    sim.run(2, job)
+
+
 def test_names_of_a_state_dict_are_there_at_stage_3() -> None:
     def job(rank: int) -> None:
         engine = start(3)

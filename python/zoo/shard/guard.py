@@ -134,7 +134,8 @@ def _get_grad(self: Any) -> torch.Tensor | None:
     if bucket.gradients is None:
         return None
     found = bucket.gradients.visible(self._zoo_slot)
-    return None if bucket.quiet and isinstance(found, PartitionedGradient) else found
+    quiet = bucket.quiet and bucket.placements.states.is_split  # else programs count on gradients, and are told
+    return None if quiet and isinstance(found, PartitionedGradient) else found
 
 
 def _set_grad(self: Any, value: torch.Tensor | None) -> None:
