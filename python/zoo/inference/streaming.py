@@ -1,0 +1,336 @@
+"""Weights of decoder layers on NVMe: a model larger than memory generates at the speed of the disk.
+
+Decoding walks through the layers again and again, in one order. A cache of the layers used last keeps nothing then: it
+drops each layer shortly before it is needed. So the first layers that the budget holds stay, and the others are read
+ahead into a few buffers, one layer after the other, across the end of a token too (Aminabadi et al. 2022, "DeepSpeed
+Inference", section 5; Sheng et al. 2023, "FlexGen", section 4).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.inject.decoder import STATE
+from zoo.io import Handle
+from zoo.nn.blocks import find_blocks
+from zoo.parts import own_hook
+
+Tensor = torch.Tensor
+Weights = Callable[[str], Tensor]
+LINE, PAGE = 64, 4096
+"""Bytes: where a tensor begins in a layer's file, and what a file is a multiple of."""
+
+
+@dataclass(eq=False)
+class _Layer:
+    """One streamed layer.
+
+    Attributes:
+        places: (tensor, the first byte of its numbers in the file, its strides). num_bytes: of the file.
+        future: of the read that is under way or has ended. buffer: where the weights are then.
+    """
+
+    name: str
+    module: nn.Module
+    places: list[tuple[Tensor, int, tuple[int, ...]]]
+    num_bytes: int
+    path: Path
+    checksum: int
+    future: Any = None
+    buffer: Any = None
+
+
+class Streamed:
+    """What :func:`stream` made of a model.
+
+    Attributes:
+        pinned, streamed: names of the layers that stay in memory, and of those that are read for each token.
+        num_bytes: that layers and buffers take in memory.
+        bytes_read: so far.
+    """
+
+    def __init__(self, handle: Handle, folder: Path, buffers: Sequence[Tensor]) -> None:
+        self.pinned: tuple[str, ...] = ()
+        self.num_bytes, self.bytes_read = sum(one.nbytes for one in buffers), 0
+        self._handle, self._free, self._layers, self._hooks = handle, deque(buffers), list[_Layer](), list[Any]()
+        self._next = 0  # of the layers, the one to be read next
+        self._nothing: dict[torch.dtype, Any] = {}
+        self._end = weakref.finalize(self, _end, handle, folder)
+
+    @property
+    def streamed(self) -> tuple[str, ...]:
+        """See the class."""
+        return tuple(layer.name for layer in self._layers)
+
+    def add(self, layer: _Layer) -> None:
+        """Its weights are in its file, and no more in memory."""
+        self._layers.append(layer)
+        _point_at_nothing(layer, self._nothing)
+        module = layer.module
+        self._hooks += [
+            module.register_forward_pre_hook(own_hook(lambda *_: self._bring(layer))),
+            module.register_forward_hook(own_hook(lambda *_: self._give_back(layer)), always_call=True),
+            module.register_state_dict_pre_hook(_refuse_state_dict),  # type: ignore[no-untyped-call]
+        ]
+
+    def begin(self) -> None:
+        """Read ahead."""
+        while self._free and self._layers and self._layers[self._next].future is None:
+            layer = self._layers[self._next]
+            layer.buffer = self._free.popleft()
+            into = layer.buffer[: layer.num_bytes]
+            layer.future = self._handle.async_pread(into, layer.path, checksum=layer.checksum)
+            self.bytes_read += layer.num_bytes
+            self._next = (self._next + 1) % len(self._layers)
+
+    def _bring(self, layer: _Layer) -> None:
+        if layer.future is None:  # another order than that of the layers: it begins anew here
+            for other in self._layers:
+                self._forget(other)
+            self._next = self._layers.index(layer)
+            self.begin()
+        layer.future.wait()
+        _point_at(layer, layer.buffer)
+
+    def _give_back(self, layer: _Layer) -> None:
+        self._forget(layer)
+        self.begin()
+
+    def _forget(self, layer: _Layer) -> None:
+        if layer.future is None:
+            return
+        future, buffer, layer.future, layer.buffer = layer.future, layer.buffer, None, None
+        _point_at_nothing(layer, self._nothing)
+        try:
+            future.wait()
+        finally:
+            self._free.append(buffer)
+
+    def close(self) -> None:
+        """Read every layer back into memory of its own and remove the files; the model is as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        for layer in self._layers:
+            self._forget(layer)
+        for layer in self._layers:
+            own = torch.empty(layer.num_bytes, dtype=torch.uint8)
+            self._handle.pread(own, layer.path, checksum=layer.checksum)
+            _point_at(layer, own)
+        self._layers, self._free = [], deque()
+        self._end()
+
+
+def _end(handle: Handle, folder: Path) -> None:
+    handle.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise ValueError(
+        f"the weights of {prefix.rstrip('.') or 'a layer'} are on disk (zoo.inference.stream); close() brings them "
+        "back."
+    )
+
+
+@torch.no_grad()
+def _point_at(layer: _Layer, memory: Tensor) -> None:
+    storage: Any = memory.untyped_storage()
+    for tensor, begin, strides in layer.places:
+        tensor.set_(storage, (memory.storage_offset() + begin) // tensor.itemsize, tensor.shape, strides)
+
+
+@torch.no_grad()
+def _point_at_nothing(layer: _Layer, nothing: dict[torch.dtype, Any]) -> None:
+    """Who reads a weight between two uses reads NaN, and not another layer's."""
+    for tensor, _, _ in layer.places:
+        if tensor.dtype not in nothing:
+            fill = float("nan") if tensor.is_floating_point() else 0
+            nothing[tensor.dtype] = torch.full((1,), fill, dtype=tensor.dtype).untyped_storage()
+        tensor.set_(nothing[tensor.dtype], 0, tensor.shape, (0,) * tensor.dim())
+
+
+@torch.no_grad()
+def stream(
+    model: nn.Module, folder: str | os.PathLike[str], *, budget_bytes: int, weights: Weights | None = None,
+    ahead: int = 2, blocks: Sequence[str] | None = None, handle: Handle | None = None,
+) -> Streamed:  # fmt: skip
+    """Keep as many layers in memory as the budget holds, and read the others from files for each token.
+
+    Each layer is written to a file of its own in a new folder within ``folder``, as it lies in memory, codes in the
+    order of their kernels; it is multiplied from the very buffer that it was read into. Each read has a checksum.
+    Between two uses its weights are NaN, and ``state_dict`` is refused. The model may be injected and packed before;
+    training it is not possible.
+
+    Args:
+        model: of layers that run one after the other, in eval mode, on the CPU. Its parameters may be on "meta" where
+            ``weights`` has them: then no more than one layer more than the budget is in memory at any time.
+        folder: on NVMe.
+        budget_bytes: for layers and buffers. What stands outside of the layers (words, head) is not in it.
+        weights: the value of a parameter by its name, such as ``safe_open(...).get_tensor``.
+        ahead: buffers: layers that are there, or on their way, at once.
+        blocks: names of the layers, or of their container; None: the longest list of equal ones.
+        handle: of :mod:`zoo.io`, which is closed with this; None: one with blocks of 1 MiB, eight under way.
+
+    Returns:
+        What was done; ``close()`` brings everything back.
+
+    Raises:
+        ValueError: the budget does not hold the buffers; a model that trains, is on another device, or is on "meta"
+            without weights, or of other shapes; no layers. Files are removed then.
+    """
+    layers = find_blocks(model, blocks, "zoo.inference.stream")
+    _check(model, budget_bytes, ahead, weights)
+    shared = _shared(model, layers)
+    sizes = {name: _file_bytes(_own(module, shared)) for name, module in layers.items()}
+    buffers = ahead if sum(sizes.values()) > budget_bytes else 0
+    left = budget_bytes - buffers * max(sizes.values())
+    if left < 0:
+        raise ValueError(
+            f"budget_bytes={budget_bytes}, and {ahead} buffers of the largest layer take "
+            f"{ahead * max(sizes.values())}; give more, or fewer buffers ahead."
+        )
+    inner = {id(m) for module in layers.values() for m in module.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inner:
+            _fill(model, module, name, weights)
+    home = Path(tempfile.mkdtemp(prefix="zoo-layers-", dir=folder))
+    own_handle = Handle(block_size=1 << 20, queue_depth=8, num_threads=1) if handle is None else handle
+    memory = [own_handle.empty((max(sizes.values()),), dtype=torch.uint8) for _ in range(buffers)]
+    done, pinned = Streamed(own_handle, home, memory), []
+    try:
+        for index, (name, module) in enumerate(layers.items()):
+            for inner_name, child in module.named_modules(prefix=name):
+                _fill(model, child, inner_name, weights)
+            if sizes[name] <= left and not done.streamed:
+                left -= sizes[name]
+                done.num_bytes += sizes[name]
+                pinned.append(name)
+            else:
+                done.add(_written(name, module, _own(module, shared), own_handle, home / f"{index}.bin", memory[0]))
+    except BaseException:
+        done.close()
+        raise
+    done.pinned = tuple(pinned)
+    done.begin()
+    return done
+
+
+def _own(module: nn.Module, shared: set[tuple[int, str]]) -> list[Tensor]:
+    """A layer's tensors, each once, but for those that others have too; with those that its codes were joined in."""
+    found: dict[int, Tensor] = {}
+    for child in module.modules():
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if tensor is not None and (id(child), name) not in shared:
+                found[id(tensor)] = tensor
+        pieces = getattr(child.__dict__.get(STATE), "pieces", None)
+        for joint in () if pieces is None else pieces.joint.values():
+            found |= {id(t): t for t in (joint.weight.q, joint.weight.scales, joint.weight.minima) if t is not None}
+    return list(found.values())
+
+
+def _storage(tensor: Tensor) -> int:
+    """What tensors that share memory have in common."""
+    return id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
+
+
+def _shared(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[tuple[int, str]]:
+    """(a module, the name of its tensor) where the memory is not one layer's alone."""
+    owner = {id(m): i for i, module in enumerate(layers.values()) for m in module.modules()}
+    places: dict[int, list[tuple[int, str]]] = {}
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                places.setdefault(_storage(tensor), []).append((id(module), name))
+                owners.setdefault(_storage(tensor), set()).add(owner.get(id(module), -1))
+    return {place for key, of in places.items() if len(owners[key]) > 1 for place in of}
+
+
+def _segments(tensors: Sequence[Tensor]) -> list[tuple[Any, int, int, list[Tensor]]]:
+    """(a storage, its bytes from, to, the tensors in it), where tensors that overlap are in one."""
+    found: list[tuple[Any, int, int, list[Tensor]]] = []
+    spans: list[tuple[int, int, int, Tensor]] = []
+    for tensor in tensors:
+        last: Any = (
+            sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
+        )
+        begin: Any = 0 if tensor.is_meta else tensor.storage_offset() * tensor.itemsize
+        spans.append((_storage(tensor), begin, begin + last * tensor.itemsize, tensor))
+    for key, begin, end, tensor in sorted(spans, key=lambda span: span[:2]):
+        if found and found[-1][0] == key and begin < found[-1][2]:
+            _, start, stop, inside = found[-1]
+            found[-1] = key, start, max(stop, end), [*inside, tensor]
+        else:
+            found.append((key, begin, end, [tensor]))
+    return found
+
+
+def _file_bytes(tensors: Sequence[Tensor]) -> int:
+    total = sum(-(-(end - begin) // LINE) * LINE for _, begin, end, _ in _segments(tensors))
+    return -(-total // PAGE) * PAGE
+
+
+def _written(
+    name: str, module: nn.Module, tensors: Sequence[Tensor], handle: Handle, path: Path, memory: Tensor
+) -> _Layer:  # fmt: skip
+    places: list[tuple[Tensor, int, tuple[int, ...]]] = []
+    at = 0
+    memory.zero_()
+    for _, begin, end, inside in _segments(tensors):
+        storage: Any = inside[0].untyped_storage()
+        memory[at : at + end - begin] = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,))
+        for tensor in inside:
+            where: Any = at + tensor.storage_offset() * tensor.itemsize - begin
+            places.append((tensor, where, tensor.stride()))
+        at += -(-(end - begin) // LINE) * LINE
+    size = -(-at // PAGE) * PAGE
+    checksum = handle.pwrite(memory[:size], path, checksum=True).checksum
+    return _Layer(name, module, places, size, path, int(checksum or 0))
+
+
+def _fill(model: nn.Module, module: nn.Module, name: str, weights: Weights | None) -> None:
+    """Parameters of a module that are on "meta", under all the names that they have."""
+    for last, parameter in list(module._parameters.items()):
+        if parameter is None or not parameter.is_meta or weights is None:
+            continue
+        path = f"{name}.{last}" if name else last
+        value = weights(path)
+        if value.shape != parameter.shape:
+            raise ValueError(f"{path} has shape {tuple(parameter.shape)}, and weights give {tuple(value.shape)}.")
+        made = nn.Parameter(value.to(parameter.dtype, copy=True), requires_grad=False)
+        for other in model.modules():
+            for key, own in other._parameters.items():
+                if own is parameter:
+                    other._parameters[key] = made
+
+
+def _check(model: nn.Module, budget_bytes: int, ahead: int, weights: Weights | None) -> None:
+    if model.training:
+        raise ValueError(
+            "the model is in training mode; weights that are streamed cannot be trained: call model.eval()."
+        )
+    for name, value in (("budget_bytes", budget_bytes), ("ahead", ahead)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r}; it must be a whole number, at least 1.")
+    for name, tensor in model.named_buffers():
+        if tensor.is_meta:
+            raise ValueError(
+                f"the buffer {name} is on meta, and nothing has its value: make the model with parameters alone on "
+                "meta, as accelerate.init_empty_weights() does."
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and weights is None:
+            raise ValueError(f"{name} is on meta, and weights is None; give what has its value.")
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ValueError(f"{name} is on {parameter.device}; streamed weights are multiplied on the CPU.")

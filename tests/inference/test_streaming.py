@@ -1,0 +1,172 @@
+"""Layers on disk: the same bits within the budget, whatever the order, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.inference.test_generation import some_prompts
+from tests.inject.models import model_of
+from tests.profiles import examples
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from zoo.inference import Streamed, generate, stream
+from zoo.inject import inject
+from zoo.io import ChecksumError
+from zoo.nn import pack_linears
+
+SHAPE: dict[str, Any] = {"num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+LAYERS: dict[int, int] = {16: 126_976, 8: 40_960, 4: 24_576}
+"""Bytes of a layer of Qwen 2, by bits."""
+
+
+def made(bits: int = 16, injected: bool = False, family: str = "Qwen2") -> Any:
+    model = model_of(family, **SHAPE)
+    if bits < 16:
+        pack_linears(model, bits=bits, group_size=16)
+    if injected:
+        inject(model)
+    return model
+
+
+@examples(times=1)
+@given(
+    bits=st.sampled_from([16, 8, 4]), injected=st.booleans(), kept=st.integers(0, 5), ahead=st.integers(1, 3),
+    family=st.sampled_from(["Qwen2", "Phi3", "GPTNeoX"]),
+)  # fmt: skip
+def test_it_generates_the_same_tokens_within_the_budget(
+    bits: int, injected: bool, kept: int, ahead: int, family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("layers")
+    model, prompts = made(bits, injected and family != "GPTNeoX", family), some_prompts([5, 2, 7])
+    with torch.no_grad():
+        right, logits = generate(model, prompts, max_new_tokens=4), model(prompts[0][None], use_cache=False).logits
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    size = _largest(model, folder)
+    budget = (ahead + kept) * size if kept < 5 else 5 * size
+    done = stream(model, folder, budget_bytes=budget, ahead=ahead)
+    assert done.num_bytes <= budget
+    assert len(done.pinned) == kept
+    assert len(done.pinned) + len(done.streamed) == 5
+    with torch.no_grad():
+        found, again = generate(model, prompts, max_new_tokens=4), model(prompts[0][None], use_cache=False).logits
+    assert torch.equal(again, logits)
+    assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+    forwards = 3 + 3 + 1  # prompts, steps of all rows, the logits
+    assert forwards * len(done.streamed) * size <= done.bytes_read <= (forwards * len(done.streamed) + ahead) * size
+    done.close()
+    assert not list(folder.iterdir())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(model(prompts[0][None], use_cache=False).logits, logits)
+
+
+def _largest(model: nn.Module, folder: Path) -> int:
+    """Bytes of a layer's file: what a budget of one byte less than a buffer says."""
+    with pytest.raises(ValueError, match="1 buffers of the largest layer take") as told:
+        stream(model, folder, budget_bytes=1, ahead=1)
+    return int(str(told.value).split(" take ")[1].split(";")[0])
+
+
+def test_bytes_of_a_layer() -> None:
+    for bits, size in LAYERS.items():
+        model = made(bits)
+        layer = model.model.layers[0]
+        tensors = [*layer.parameters(), *layer.buffers()]
+        assert sum(t.nbytes for t in tensors) <= size <= sum(t.nbytes + 64 for t in tensors) + 4096
+        assert _largest(model, Path("/nowhere")) == size
+
+
+def test_another_order_and_an_interrupted_forward(tmp_path: Path) -> None:
+    model = made()
+    plain = copy.deepcopy(model)
+    stream(model, tmp_path, budget_bytes=3 * LAYERS[16])
+    layers, right = model.model.layers, plain.model.layers
+    x = torch.randn(1, 3, 64)
+    angles = plain.model.rotary_emb(x, torch.arange(3)[None])
+    with torch.no_grad():
+        for index in (4, 2, 2, 0, 3, 1, 4):
+            one, other = (of[index](x, position_embeddings=angles) for of in (layers, right))
+            assert torch.equal(one, other)
+        layers[3].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.tensor([[5]]))
+        assert bool(layers[3].mlp.up_proj.weight.isnan().all())
+        layers[3].mlp._forward_pre_hooks.clear()
+        assert torch.equal(model(torch.tensor([[5]])).logits, plain(torch.tensor([[5]])).logits)
+
+
+def test_from_meta_no_more_is_there_than_the_budget(tmp_path: Path) -> None:
+    plain = made()
+    values = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    alive: list[str] = []
+    model = copy.deepcopy(plain)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    values["model.embed_tokens.weight"] = values["lm_head.weight"] = plain.lm_head.weight.detach()
+    plain.model.embed_tokens.weight = plain.lm_head.weight
+
+    def weights(name: str) -> torch.Tensor:
+        alive.append(name)
+        there = [p for p in model.model.layers.parameters() if not p.is_meta and p.stride()[-1:] != (0,)]
+        assert sum(p.nbytes for p in there) <= 2 * LAYERS[16]  # one that stays, and the one that is filled
+        return values[name]
+
+    done = stream(model, tmp_path, budget_bytes=3 * LAYERS[16], weights=weights)
+    assert len(done.pinned) == 1
+    assert len(alive) == len(set(alive)) == len(list(plain.named_parameters()))
+    prompts = some_prompts([4, 6])
+    found = generate(model, prompts, max_new_tokens=3)
+    assert all(torch.equal(a, b) for a, b in zip(found, generate(plain, prompts, max_new_tokens=3), strict=True))
+
+
+def test_weights_of_several_layers_stay(tmp_path: Path) -> None:
+    model = made()
+    layers = model.model.layers
+    layers[4].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
+    plain = copy.deepcopy(model)
+    stream(model, tmp_path, budget_bytes=3 * LAYERS[16])
+    assert not bool(layers[4].mlp.up_proj.weight.isnan().any())
+    prompts = some_prompts([4])
+    assert torch.equal(generate(model, prompts, max_new_tokens=3)[0], generate(plain, prompts, max_new_tokens=3)[0])
+
+
+def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+    model = made()
+    with pytest.raises(ValueError, match="2 buffers of the largest layer take 253952; give more"):
+        stream(model, tmp_path, budget_bytes=200_000)
+    with pytest.raises(ValueError, match="budget_bytes=0; it must be a whole number"):
+        stream(model, tmp_path, budget_bytes=0)
+    with pytest.raises(ValueError, match=r"call model.eval\(\)"):
+        stream(model.train(), tmp_path, budget_bytes=10**6)
+    model.eval()
+    meta = copy.deepcopy(model).to("meta")
+    with pytest.raises(ValueError, match=r"the buffer model\.rotary_emb.inv_freq is on meta"):
+        stream(meta, tmp_path, budget_bytes=10**6)
+    meta.model.rotary_emb = model.model.rotary_emb
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is on meta, and weights is None"):
+        stream(meta, tmp_path, budget_bytes=10**6)
+    with pytest.raises(ValueError, match=r"has shape \(97, 64\), and weights give \(3,\)"):
+        stream(meta, tmp_path, budget_bytes=10**6, weights=lambda name: torch.zeros(3))
+    assert not list(tmp_path.iterdir())
+    done = stream(model, tmp_path, budget_bytes=3 * LAYERS[16])
+    assert isinstance(done, Streamed)
+    with pytest.raises(ValueError, match=r"the weights of model.layers.1 are on disk .*; close\(\) brings them back"):
+        model.state_dict()
+    (file,) = [path for path in next(tmp_path.iterdir()).iterdir() if path.name == "3.bin"]
+    content = bytearray(file.read_bytes())
+    content[77] ^= 1
+    file.write_bytes(bytes(content))
+    prompt = some_prompts([4])
+    with pytest.raises(ChecksumError, match=r"3\.bin"):
+        generate(model, prompt, max_new_tokens=3, end=[])
