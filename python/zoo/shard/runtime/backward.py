@@ -52,7 +52,7 @@ class Backward:
     """Walks contexts back while autograd runs.
 
     Args:
-        comm: all ranks, for votes.
+        comm: all ranks, which vote.
         recovery: is told of backwards that fail where other ranks wait for this one.
         overlap: reduce buckets during backward; otherwise all at its end.
         divergent: every rank goes its own way: nothing is skipped for the sake of others, and nothing reduced here.
@@ -65,7 +65,7 @@ class Backward:
         recovery: Recovery | None = None, divergent: bool = False,
     ) -> None:  # fmt: skip
         self._contexts, self._residency, self._reductions = contexts, residency, reductions
-        self._buckets, self._comm, self._overlap, self._on_end = buckets, comm, overlap, on_end
+        self._buckets, self.comm, self._overlap, self._on_end = buckets, comm, overlap, on_end
         self._executor, self.recovery = executor, recovery
         self._partitioned = any(b.partitioned for b in buckets)
         self.walk = Walk(
@@ -129,7 +129,7 @@ class Backward:
         if self._accumulates:
             self._receive()
         several = len(self._contexts.open) > 1
-        self._votes = several and self._partitioned and self._comm.size > 1 and not self._divergent
+        self._votes = several and self._partitioned and self.comm.size > 1 and not self._divergent
         launches = self._overlap and self._syncs and self._graph_kept_in != self._contexts.updates
         self.walk.begin(accumulates=self._accumulates, launches=launches)
         self._retains = _keeps_graph()
@@ -141,11 +141,6 @@ class Backward:
         self.running = True
         self.num_begun += 1
         self.with_graph += self._accumulates
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-        return self._comm.rank
 
     @property
     def has_nothing(self) -> bool:
@@ -382,24 +377,19 @@ class Backward:
     def _follow(self, wanted: int) -> None:
         """Vote, and walk what others want, until what this rank wants (-1: nothing more) is next. Collective."""
         while True:
-            chosen = self._executor.vote(self._comm, wanted, self._buckets[0].device)
+            chosen = self._executor.vote(self.comm, wanted, self._buckets[0].device)
             if chosen == wanted:
                 return
             context = self._contexts.find(chosen)
             if context is None or context.phase is Phase.WALKED:
                 raise RuntimeError(
-                    f"rank {self._comm.rank}: another rank goes back through forward number {chosen}, whose record "
+                    f"rank {self.comm.rank}: another rank goes back through forward number {chosen}, whose record "
                     "this rank has no more. Bring the outputs of a forward back on all ranks, or on none."
                 )
             if context.phase is Phase.EXPIRED:
                 self._contexts.reopen(context)
             self.walk.go_to(context)
             self.walk.leave()
-
-    @property
-    def num_voters(self) -> int:
-        """All ranks."""
-        return self._comm.size
 
     # Ending ----------------------------------------------------------------------------------------------------------
 

@@ -46,11 +46,11 @@ def go_backward(
         scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     if backward.num_begun != begun or torch._C._current_graph_task_id() != -1:
         return
-    goes = backward.num_voters > 1 and (joins or not wrong)
+    goes = backward.comm.size > 1 and (joins or not wrong)
     told = goes and _take_part(backward, scaled, loss.device, retain_graph=retain_graph)
     if wrong:
         backward.refused += told
-        error = NoGraphError(backward.rank, told=told)
+        error = NoGraphError(backward.comm.rank, told=told)
         if backward.recovery is not None and not told:
             backward.recovery.failed(error)
         raise error

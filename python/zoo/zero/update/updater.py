@@ -409,22 +409,15 @@ class Updater:
                 gradient = factors.apply(gradient, kept=shared)
             segment.tensor.grad = gradient
         options = {"grad_scale": factors.product()} if self._scales else {}
-        try:
-            if factors.found_inf is None:
-                self.inner.step(**options)
-            else:
-                self._step_unless(factors.found_inf, options)
-        finally:
-            for segment in piece:
-                segment.tensor.grad = None
-
-    def _step_unless(self, found_inf: torch.Tensor, options: dict[str, Any]) -> None:
-        """A step that changes nothing where the device finds 1 there."""
-        self.inner.found_inf = found_inf
+        if factors.found_inf is not None:  # a step that changes nothing where the device finds 1 there
+            self.inner.found_inf = factors.found_inf
         try:
             self.inner.step(**options)
         finally:
-            del self.inner.found_inf
+            if factors.found_inf is not None:
+                del self.inner.found_inf
+            for segment in piece:
+                segment.tensor.grad = None
 
     def _takes_found_inf(self) -> bool:
         """Nothing of an update needs the norm on the host: it is all on the device, and can be told there to skip."""
