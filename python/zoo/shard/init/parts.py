@@ -19,6 +19,7 @@ from zoo.shard.call_stack import SAVES, nothing_of
 from zoo.shard.guard import Guard, ShardedParameter, sharded_in
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.init.sharing import Sharing
+from zoo.shard.offload.tiers import Tier
 from zoo.shard.partitioned import (
     ALLOWED_WHEN_PARTITIONED,
     CONVERSIONS,
@@ -158,9 +159,17 @@ class InitBucket(Bucket):
 
     def new_shard(self) -> RoleBuffer:
         """See :class:`~zoo.shard.buckets.Bucket`."""
-        low, high = self.own_range
-        frozen = not self.parameter.requires_grad
-        return self._sharing.new_shard(self.spec, low, high - low, self.device, frozen=frozen)
+        sharing, spec, (low, high) = self._sharing, self.spec, self.own_range
+        tier = sharing.placements.parameters.tier if high > low else Tier.DEVICE
+        region = 0
+        if tier is Tier.NVME and sharing.store is not None:
+            region = sharing.store.add((high - low) * spec.dtype.itemsize)
+        scratch = None if tier is Tier.NVME else sharing.scratch  # a pool would be kept for one part at a time
+        pack = sharing.packer_of(spec, frozen=not self.parameter.requires_grad)
+        return RoleBuffer(
+            high - low, spec.dtype, self.device, first=low, tier=tier, pack=pack, scratch=scratch, store=sharing.store,
+            region=region,
+        )  # fmt: skip
 
     def end(self) -> None:
         """See :class:`~zoo.shard.buckets.Bucket`."""

@@ -23,11 +23,9 @@ from zoo.comm import Communicator, Recovery
 from zoo.shard.collectives.routes import Packer, Routes, plain_routes
 from zoo.shard.memory import Memory
 from zoo.shard.offload.scratch import NvmeFile, Scratch, round_up
-from zoo.shard.offload.tiers import Tier
 from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.packing import BucketSpec, layout_of
 from zoo.shard.placement.placements import Placements
-from zoo.shard.roles import RoleBuffer
 
 if TYPE_CHECKING:
     from zoo.shard.init.parts import InitBucket
@@ -160,20 +158,6 @@ class Sharing:
         from zoo.shard.collectives import quantised
 
         return quantised.Packer(self._plain.exact, spec.group_size)
-
-    def new_shard(
-        self, spec: BucketSpec, first: int, numel: int, device: torch.device, *, frozen: bool
-    ) -> RoleBuffer:  # fmt: skip
-        """For n = ``numel`` elements of a rank, those from ``first`` on."""
-        tier = self.placements.parameters.tier if numel else Tier.DEVICE
-        region = 0
-        if tier is Tier.NVME and self.store is not None:
-            region = self.store.add(numel * spec.dtype.itemsize)
-        scratch = None if tier is Tier.NVME else self.scratch  # a pool would be kept for one part at a time
-        return RoleBuffer(
-            numel, spec.dtype, device, first=first, tier=tier, pack=self.packer_of(spec, frozen=frozen),
-            scratch=scratch, store=self.store, region=region,
-        )  # fmt: skip
 
 
 def _can_be_quantised(dtype: torch.dtype) -> bool:

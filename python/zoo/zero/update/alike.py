@@ -173,7 +173,10 @@ class Comparison:
         told = self._alike.told(rows, self._sharded.comm.ranks)
         if not told and elsewhere:
             told = "they differ between ranks with other layers of the model, whose own messages say what"
-        if not told or self._have_written_alike(told, outcome):
+        sharded, writes = self._sharded, told.startswith(WRITES) and "; " not in told
+        # Ranks that have noticed other writes may have the same values. Collective where they have, and only then.
+        alike = writes and not outcome.made and sharded.layers is None and sharded.writes.settle(sharded.comm)
+        if alike or not told:
             return
         text = f"what all ranks need alike for a step differs: {told}"
         if outcome.made:
@@ -183,12 +186,6 @@ class Comparison:
                 "Give all ranks the same and load a checkpoint."
             )
         raise CollectiveMismatchError(f"{text}. Nothing has changed. {how_to_be_alike(told)}")
-
-    def _have_written_alike(self, told: str, outcome: Outcome) -> bool:
-        """Whether ranks that have noticed other writes have the same values. Collective where they have, and only
-        then."""
-        sharded, alone = self._sharded, told.startswith(WRITES) and "; " not in told
-        return alone and not outcome.made and sharded.layers is None and sharded.writes.settle(sharded.comm)
 
 
 def how_to_be_alike(told: str) -> str:
