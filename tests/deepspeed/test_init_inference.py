@@ -97,6 +97,7 @@ def test_with_a_configuration_with_arguments_and_with_both(tmp_path: Path) -> No
         ({"kernels_inject": True}, {}, "'kernels_inject' is no key .*near it: kernel_inject"),
         ({"tp": {"tpsize": 2}}, {}, "tensor_parallel: 'tpsize' is no key .*near it: tp_size"),
         ({"quant": {"weight": {"num_bit": 4}}}, {}, "quant.weight: 'num_bit' is no key .*near it: num_bits"),
+        ({"zero": {"stag": 1}}, {}, "zero.stag: it is no key of that section; near it: stage"),
         ({"xyz": 1}, {}, "its keys are replace_with_kernel_inject, dtype"),
         ({"dtype": torch.float64}, {}, "dtype: torch.float64; it is fp32, bf16, fp16 or int8"),
         ({"max_out_tokens": "many"}, {}, "max_out_tokens: "), ({"tp": {"tp_size": 0}}, {}, "tensor_parallel.tp_size"),
@@ -136,6 +137,19 @@ def test_greedy_tokens_are_those_of_the_model(family: str, injects: bool, said: 
     why = [told for told in said if "replace_with_kernel_inject" in told]
     assert len(why) == (1 if injects and family != "Llama" else 0)
     assert all("can be injected" in told and "there is no" in told and "runs as it is" in told for told in why)
+
+
+def test_a_pipeline_generates_with_it() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    known = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 97)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="w3"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
+    generator = transformers.pipeline("text-generation", model=model_of("Llama"), tokenizer=tokens)
+    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "batch_size": 2}
+    expected = generator(["w5 w6 w7", "w8"], **how)
+    generator.model = deepspeed.init_inference(generator.model, **FP32, replace_with_kernel_inject=True)
+    assert generator(["w5 w6 w7", "w8"], **how) == expected
 
 
 def test_a_model_without_generate_computes_its_forward() -> None:
@@ -185,6 +199,15 @@ def test_times_of_forwards_are_given_once() -> None:
     engine.destroy()
     engine(**prompts())
     assert not engine._model_times
+
+
+def test_a_copy_times_its_own_forwards() -> None:
+    engine = deepspeed.init_inference(model_of("Llama"), **FP32, kernel_inject=True)
+    engine.profile_model_time()
+    copied = copy.deepcopy(engine)
+    assert torch.equal(words(copied), words(engine))
+    copied(**prompts())
+    assert (len(engine.model_times()), len(copied.model_times())) == (6, 7)
 
 
 def test_destroy_gives_the_model_back() -> None:

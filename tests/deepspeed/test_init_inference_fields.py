@@ -198,6 +198,15 @@ def test_a_model_without_a_layer_for_codes() -> None:
         deepspeed.init_inference(nn.Embedding(3, 3), **INT8)
 
 
+def test_layers_that_lie_the_other_way_round_stay() -> None:
+    engine = deepspeed.init_inference(small("GPT2"), **INT8)
+    assert list(packed(engine)) == ["module.lm_head"]
+    assert engine.not_packed["transformer.h.1.mlp.c_fc"] == "it is a Conv1D, whose matrix lies the other way round"
+    assert words(engine).shape == (3, 13)
+    with pytest.raises(ConfigError, match=r"no layer of GPT2Model can be packed. h.0.attn.c_attn: it is a Conv1D"):
+        deepspeed.init_inference(small("GPT2").transformer, **INT8)
+
+
 def test_quantisation_that_is_off_is_for_every_dtype() -> None:
     model = model_of("Llama")
     off = {"enabled": False}
@@ -226,6 +235,8 @@ def test_what_is_generated_has_room() -> None:
             call()
     with pytest.raises(ValueError, match=r"prompt of 12 tokens, and max_out_tokens=13 leaves 1 .* min_out_tokens=2"):
         engine.generate(torch.ones(1, 12, dtype=torch.long), max_new_tokens=1)
+    both = {"input_ids": ids, "inputs_embeds": torch.zeros(3, 7, 32)}  # one prompt
+    assert engine.generate(**both, max_new_tokens=6, do_sample=False, pad_token_id=0).shape == (3, 13)
     refused(ConfigError, "min_out_tokens=5 and max_out_tokens=4", max_tokens=4, min_tokens=5)
 
 

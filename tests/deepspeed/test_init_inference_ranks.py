@@ -60,6 +60,40 @@ def test_ranks_generate_what_one_does(family: str, injects: bool) -> None:
     sim.run(2, fn)
 
 
+def test_an_encoder_and_a_decoder_with_the_policy_that_the_tutorials_have() -> None:
+    from transformers.models.t5.modeling_t5 import T5Block
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        config = transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+                                       decoder_start_token_id=0)  # fmt: skip
+        return transformers.T5ForConditionalGeneration(config).eval()
+
+    ids = prompts()["input_ids"]
+    expected = made().generate(ids, max_length=6, do_sample=False)
+
+    def fn(rank: int) -> None:
+        policy = {T5Block: ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}
+        engine = deepspeed.init_inference(made(), **FP32, mp_size=2, injection_policy=policy, max_out_tokens=13)
+        assert torch.equal(engine.generate(ids, max_length=6, do_sample=False), expected)
+        with pytest.raises(ValueError, match="14 in all"):
+            engine.generate(ids, max_length=7)
+
+    sim.run(2, fn)
+
+
+def test_ranks_that_are_told_differently() -> None:
+    def fn(rank: int) -> None:
+        for fields, name in (
+            ({"dtype": (torch.float32, torch.bfloat16)[rank]}, "dtype"),
+            ({**FP32, "kernel_inject": rank == 0}, "replace_with_kernel_inject"),
+        ):
+            with pytest.raises(ValueError, match=f"another {name} than rank 0"):
+                deepspeed.init_inference(whole(), **fields, tp={"tp_size": 2})
+
+    sim.run(2, fn)
+
+
 def test_consecutive_ranks_share_a_model() -> None:
     def fn(rank: int) -> None:
         first = rank // 2 * 2

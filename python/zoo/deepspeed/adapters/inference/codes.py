@@ -68,6 +68,9 @@ def _by_size(model: nn.Module, quant: InferenceQuantizationConfig) -> tuple[dict
 
     sizes: dict[int, list[str]] = {}
     left: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Conv1D":
+            left[name] = "it is a Conv1D, whose matrix lies the other way round"
     for name, layer in _linears(model).items():
         if not quant.qkv.enabled and _is_qkv(name):
             left[name] = "quant.qkv.enabled is False"

@@ -58,13 +58,13 @@ class InferenceEngine(nn.Module):
             )
         check_model(model, config)
         check(config)
-        check_memory(model, 1, config.min_out_tokens)
+        check_memory(model, config, 1, config.min_out_tokens)
         self._config, self.mpu, self.mp_group = config, config.tensor_parallel.mpu, None
         self.injection, self._injected = None, False
         self.injection_dict, self.not_packed = config.injection_policy, dict[str, str]()
         self.model_profile_enabled, self._is_compiled = False, False
         self._model_times: list[float] = []
-        self._hooks: list[Any] = []
+        self._begun_s, self._hooks = 0.0, list[Any]()
         self.module = model
         if not is_trained(model):
             _make(self)
@@ -143,18 +143,19 @@ class InferenceEngine(nn.Module):
         """
         if self.model_profile_enabled:
             return
-        begun: list[float] = []
-
-        def before(*_: Any) -> None:
-            get_accelerator().synchronize()
-            begun[:] = [time.perf_counter()]
-
-        def after(*_: Any) -> None:
-            get_accelerator().synchronize()
-            self._model_times.append((time.perf_counter() - begun[0]) * 1e3)
-
-        self._hooks += [self.module.register_forward_pre_hook(before), self.module.register_forward_hook(after)]
+        # Bound methods: a copy of the engine times its own forwards.
+        self._hooks += [
+            self.module.register_forward_pre_hook(self._before), self.module.register_forward_hook(self._after),
+        ]  # fmt: skip
         self.model_profile_enabled = True
+
+    def _before(self, *_: Any) -> None:
+        get_accelerator().synchronize()
+        self._begun_s = time.perf_counter()
+
+    def _after(self, *_: Any) -> None:
+        get_accelerator().synchronize()
+        self._model_times.append((time.perf_counter() - self._begun_s) * 1e3)
 
     @asserting
     def model_times(self) -> list[float]:
@@ -182,7 +183,8 @@ def _make(engine: InferenceEngine) -> None:
         degree = comm.size if comm is not None else 2 if files is not None and files.in_parts else 1
         return files, is_whole, ranks.plan_for(model, config, degree) if is_whole else None
 
-    files, whole, plan = all_or_none(comm, "preparing a model for inference", prepared)
+    said = {"dtype": str(config.dtype), "replace_with_kernel_inject": config.replace_with_kernel_inject}
+    files, whole, plan = all_or_none(comm, "preparing a model for inference", prepared, lambda _: said)
     with ExitStack() as stack:
         source = all_or_none(
             comm, "opening a checkpoint",

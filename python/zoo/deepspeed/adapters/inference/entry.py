@@ -10,9 +10,11 @@ from torch import nn
 
 from zoo.config import ConfigError
 from zoo.deepspeed.adapters import asserting
+from zoo.deepspeed.adapters.configuration.sections import DeepSpeedZeroConfig
 from zoo.deepspeed.adapters.configuration.translation import read_document
 from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig, by_field
 from zoo.deepspeed.adapters.inference.engine import InferenceEngine
+from zoo.registry.errors import near
 
 
 def default_inference_config() -> dict[str, Any]:
@@ -66,5 +68,8 @@ def _sentences(error: ValidationError) -> list[str]:
     for problem in error.errors():
         path = ".".join(map(str, problem["loc"]))
         told = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":  # of the section zero
+            like = near(str(problem["loc"][-1]), DeepSpeedZeroConfig.model_fields)
+            told = "it is no key of that section" + (f"; near it: {', '.join(like)}." if like else ".")
         found.append(f"{path}: {told}" if path else told)
     return found

@@ -14,7 +14,7 @@ from zoo.config import ConfigError
 from zoo.deepspeed.adapters.accelerator.real_accelerator import get_accelerator
 from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig
 
-_PROMPTS = ("inputs", "input_ids", "inputs_embeds", "decoder_input_ids")
+_PROMPTS = "inputs", "input_ids", "inputs_embeds"
 
 
 def check_lengths(
@@ -40,14 +40,16 @@ def check_lengths(
             f"generate() got a prompt of {prompt} tokens, and max_out_tokens={most} leaves {most - prompt} for what is "
             f"generated, fewer than min_out_tokens={least}. Raise the first or lower the second."
         )
-    check_memory(model, rows, prompt + least)
+    check_memory(model, settings, rows, prompt + least)
 
 
 def _prompt_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
     """(tokens of a row, rows)."""
-    given = [*args[:1], *(kwargs[name] for name in _PROMPTS if kwargs.get(name) is not None)]
-    found = [value for value in given if isinstance(value, torch.Tensor) and value.dim() >= 2]
-    return sum(value.shape[1] for value in found), max((value.shape[0] for value in found), default=1)
+    given = [*args[:1], *(kwargs.get(name) for name in _PROMPTS)]
+    found = [value.shape for value in given if isinstance(value, torch.Tensor) and value.dim() >= 2]
+    begun = kwargs.get("decoder_input_ids")
+    more = begun.shape[1] if isinstance(begun, torch.Tensor) and begun.dim() == 2 else 0
+    return max((shape[1] for shape in found), default=0) + more, max((shape[0] for shape in found), default=1)
 
 
 def _new_tokens(model: nn.Module, prompt: int, kwargs: dict[str, Any]) -> int:
@@ -69,24 +71,26 @@ def _new_tokens(model: nn.Module, prompt: int, kwargs: dict[str, Any]) -> int:
 def cache_bytes(model: nn.Module, rows: int, tokens: int) -> int:
     """2 · L · B · H · T · D numbers of the model's dtype; 0 where its configuration does not say L, H or D."""
     config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = getattr(config, "num_hidden_layers", None)
     heads = getattr(config, "num_attention_heads", None)
     width = getattr(config, "hidden_size", None)
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if not layers or not heads or not width or first is None:
         return 0
-    kept = getattr(config, "num_key_value_heads", None) or heads
+    kept = getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
     dim = getattr(config, "head_dim", None) or width // heads
     return int(2 * layers * rows * kept * tokens * dim * first.element_size())
 
 
-def check_memory(model: nn.Module, rows: int, tokens: int) -> None:
+def check_memory(model: nn.Module, settings: DeepSpeedInferenceConfig, rows: int, tokens: int) -> None:
     """Refuse keys and values that do not fit into the memory that is free now.
 
     Raises:
         ConfigError: with the numbers.
     """
-    asked = cache_bytes(model, rows, tokens)
+    tp = settings.tensor_parallel
+    asked = cache_bytes(model, rows, tokens) // (tp.tp_size if tp.enabled else 1)
     if not asked:
         return
     accelerator: Any = get_accelerator()
