@@ -59,6 +59,21 @@ TABLE: Table = {
         },
         "QuantizationConfig": f"{_INFERENCE}.config:InferenceQuantizationConfig",
     },
+    "inference.quantization.utils": {
+        "Quantizer": Name(f"{_INFERENCE}.quantization:Quantizer", "a group of equal elements has finite codes."),
+        "DeQuantizer": f"{_INFERENCE}.quantization:DeQuantizer",
+    },
+    "inference.quantization.layers": {
+        "QuantizedLinear": Name(
+            f"{_INFERENCE}.quantization:QuantizedLinear", "a zoo.nn.PackedLinear, which multiplies codes."
+        ),
+    },
+    "inference.quantization.quantization": {
+        "_init_group_wise_weight_quantization": Name(
+            f"{_INFERENCE}.quantization:init_group_wise_weight_quantization",
+            "linear layers alone, of any dtype; they become zoo.nn.PackedLinear.",
+        ),
+    },
     "": {
         **_GENERATES,
         **_SETTINGS,

@@ -36,8 +36,7 @@ def pack(model: nn.Module, settings: DeepSpeedInferenceConfig) -> dict[str, str]
     Raises:
         ConfigError: a matrix cannot have so many groups, or a name of ``post_init_quant`` is that of no layer.
     """
-    by_name = _by_name(model, settings.quant.weight.post_init_quant)
-    left = _pack_named(model, by_name)
+    left = pack_named(model, settings.quant.weight.post_init_quant)
     if settings.dtype is torch.int8:
         left |= _pack_all(model, settings.quant)
     return left
@@ -145,9 +144,10 @@ def _by_name(model: nn.Module, given: Mapping[str, Any]) -> dict[str, tuple[dict
     return found
 
 
-def _pack_named(model: nn.Module, by_name: Mapping[str, tuple[dict[str, Any], list[str]]]) -> dict[str, str]:
+def pack_named(model: nn.Module, given: Mapping[str, Any]) -> dict[str, str]:
+    """``post_init_quant``: part of a name → how the layers with it are packed; what :func:`pack` returns and raises."""
     left: dict[str, str] = {}
-    for said, names in by_name.values():
+    for said, names in _by_name(model, given).values():
         left |= _pack(
             model, names, bits=said["num_bits"], group_size=said["group_size"], symmetric=bool(said["symmetric"])
         )  # fmt: skip
