@@ -60,6 +60,24 @@ def test_ranks_generate_what_one_does(family: str, injects: bool) -> None:
     sim.run(2, fn)
 
 
+def test_ranks_that_share_a_model_draw_the_same_tokens() -> None:
+    def drawn(model: Any) -> torch.Tensor:
+        found: torch.Tensor = model.generate(**prompts(), max_new_tokens=6, do_sample=True)
+        return found
+
+    alone = whole()
+    torch.manual_seed(7)
+    expected = drawn(alone)
+
+    def fn(rank: int) -> None:
+        model = whole()
+        torch.manual_seed(7 + rank)
+        engine = deepspeed.init_inference(model, **FP32, tp={"tp_size": 2})
+        assert torch.equal(drawn(engine), expected)
+
+    sim.run(2, fn)
+
+
 def test_an_encoder_and_a_decoder_with_the_policy_that_the_tutorials_have() -> None:
     from transformers.models.t5.modeling_t5 import T5Block
 

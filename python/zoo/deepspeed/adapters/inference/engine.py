@@ -27,6 +27,8 @@ class InferenceEngine(nn.Module):
     codes, injected; in this order, and each only where the settings say so. What the engine does not have itself is
     looked up in the model.
 
+    Ranks that share a model go on from the random state of the first one, so that they draw the same tokens.
+
     The model is put into ``eval()``, unless an engine trains it. With ``replace_with_kernel_inject`` forwards compute
     no gradients.
 
@@ -207,6 +209,7 @@ def _make(engine: InferenceEngine) -> None:
         weights.write(model, folder, comm)
     engine.not_packed = codes.pack(model, config)
     if comm is not None:
+        ranks.draw_alike(comm)
         engine.mp_group = comm.group if comm.group is not None else torch.distributed.group.WORLD
 
 

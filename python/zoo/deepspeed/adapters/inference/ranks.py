@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -125,6 +126,16 @@ def cut(model: nn.Module, plan: Plan, comm: Communicator, grain: int) -> None:
         if grain != _GRAIN:
             raise
         split(model, plan, comm, training=False)
+
+
+def draw_alike(comm: Communicator) -> None:
+    """Ranks that share a model draw the same tokens: all take the states of the first one's generators."""
+    mine = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
+    found = comm.broadcast_object([state.tolist() for state in mine] if comm.rank == 0 else None)
+    states = [torch.tensor(state, dtype=torch.uint8) for state in found]
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
 
 
 def share_experts(model: nn.Module, settings: DeepSpeedInferenceConfig) -> None:
