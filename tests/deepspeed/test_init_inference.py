@@ -272,6 +272,10 @@ def test_a_model_that_an_engine_trains_is_injected_and_not_changed(stage: int) -
             deepspeed.init_inference(trained.module)
         with pytest.raises(ConfigError, match=r"give \.module"):
             deepspeed.init_inference(trained)
+        with pytest.raises(ConfigError, match="and tensor_parallel and checkpoint would change it"):
+            deepspeed.init_inference(trained.module, **FP32, tp={"tp_size": 2}, checkpoint="x")
+        with pytest.raises(ConfigError, match=r"engine\.save_checkpoint saves it"):
+            deepspeed.init_inference(trained.module, **FP32, save_mp_checkpoint_path="x")
         engine = deepspeed.init_inference(trained.module, **FP32, kernel_inject=True)
         trained.train()
         for _ in range(2):

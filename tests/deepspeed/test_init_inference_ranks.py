@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
-from tests.deepspeed.test_init_inference import FP32, small, words
+from safetensors.torch import load_file, save_file
+from tests.checkpointing.foreign.golden_model import Net
+from tests.checkpointing.foreign.test_deepspeed import GOLDEN
+from tests.deepspeed.test_init_inference import FP32, TRAINING, small, words
 from tests.deepspeed.test_tensor_parallel import Layers
 from tests.inject.models import SIZES, model_of, prompts
 from torch import nn
@@ -264,6 +266,15 @@ def test_ranks_share_experts() -> None:
     sim.run(2, fn)
 
 
+def test_a_rank_that_is_done_waits_for_the_others() -> None:
+    def fn(rank: int) -> None:
+        engine = deepspeed.init_inference(mixture(), **FP32, moe={"ep_size": 2})
+        ids, more = prompts()["input_ids"][: 1 + rank], {"max_new_tokens": 3 + 3 * rank, "do_sample": False}
+        assert torch.equal(engine.generate(ids, **more), mixture().generate(ids, **more))
+
+    sim.run(2, fn)
+
+
 def test_experts_may_stay_as_they_are() -> None:
     for given in (True, False, {"ep_size": 2, "enabled": False}, {"num_experts": [4]}, {}):
         engine = deepspeed.init_inference(mixture(), **FP32, moe=given)
@@ -328,6 +339,46 @@ def test_checkpoints_that_do_not_fit(saved: Path, given: dict[str, Any], told: s
     with pytest.raises(ValueError, match=told):
         deepspeed.init_inference(model, **FP32, base_dir=str(saved), **given)
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_folder_of_hugging_face_with_files_of_torch(saved: Path) -> None:
+    folder = saved / "old"
+    folder.mkdir()
+    for number, name in enumerate(("a.bin", "b.bin"), 1):
+        (saved / name).rename(folder / f"pytorch_model-{number:05d}-of-00002.bin")
+    engine = deepspeed.init_inference(empty(), **FP32, checkpoint=str(folder))
+    assert torch.equal(words(engine), words(whole()))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_of_training(stage: int, tmp_path: Path) -> None:
+    def train(rank: int) -> torch.Tensor:
+        engine = deepspeed.initialize(model=whole(), config={**TRAINING, "zero_optimization": {"stage": stage}})[0]
+        ids = prompts()["input_ids"] + rank
+        engine.backward(engine(ids, labels=ids).loss)
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        return words(engine.eval())
+
+    expected = sim.run(2, train)[0]
+
+    def fn(rank: int) -> None:
+        engine = deepspeed.init_inference(empty(), **FP32, checkpoint=str(tmp_path), tp={"tp_size": 2})
+        assert torch.equal(words(engine), expected)
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("name", ["stage0", "stage2", "stage3_bf16"])
+def test_a_checkpoint_that_deepspeed_wrote(name: str) -> None:
+    expected = load_file(GOLDEN / name / "expected.safetensors")
+    model = Net()
+    deepspeed.init_inference(model, **FP32, checkpoint=str(GOLDEN / name / "step"))
+    compared = [key for key in expected if key.endswith("weight") and key.startswith("parameter|")]
+    assert len(compared) >= 3
+    for key in compared:
+        value = model.get_parameter(key.partition("|")[2])
+        assert torch.equal(value.flatten(), expected[key].float().flatten()), key
 
 
 def test_keys_of_a_checkpoint_without_one() -> None:

@@ -63,6 +63,7 @@ class InferenceEngine(nn.Module):
         check_memory(model, config, 1, config.min_out_tokens)
         self._config, self.mpu, self.mp_group = config, config.tensor_parallel.mpu, None
         self.injection, self._injected = None, False
+        self._waits = False  # ranks that are done go on until all are: they have experts of others
         self.injection_dict, self.not_packed = config.injection_policy, dict[str, str]()
         self.model_profile_enabled, self._is_compiled = False, False
         self._model_times: list[float] = []
@@ -112,6 +113,8 @@ class InferenceEngine(nn.Module):
 
     def _generate(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_lengths(self.module, self._config, args, kwargs)
+        if self._waits and "synced_gpus" not in kwargs:
+            kwargs["synced_gpus"] = True
         return own(*args, **kwargs)
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -194,7 +197,7 @@ def _make(engine: InferenceEngine) -> None:
         )  # fmt: skip
         if comm is not None and whole:
             ranks.cut(model, plan, comm, config.tensor_parallel.tp_grain_size)
-        ranks.share_experts(model, config)
+        engine._waits = ranks.share_experts(model, config)
         _cast(model, config.dtype)
         if source is not None:
             weights.load(model, source, comm)

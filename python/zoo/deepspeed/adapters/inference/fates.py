@@ -148,13 +148,20 @@ def _owners(model: nn.Module) -> list[Any]:
 
 def _check_trained(model: nn.Module, settings: DeepSpeedInferenceConfig) -> None:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    tp, more = settings.tensor_parallel, settings.checkpoint_config
+    cut = tp.enabled and (tp.tp_size > 1 or tp.mpu is not None or tp.tp_group is not None)
     changes = [
         *([f"dtype={settings.dtype}"] if dtypes != {settings.dtype} else []),
-        *(["tensor_parallel"] if settings.tensor_parallel.enabled and settings.tensor_parallel.tp_size > 1 else []),
+        *(["tensor_parallel"] if cut else []),
         *(["moe"] if settings.moe.enabled and settings.moe.ep_size > 1 else []),
-        *(["checkpoint"] if settings.checkpoint or settings.checkpoint_config.checkpoint_dir else []),
+        *(["checkpoint"] if settings.checkpoint or more.checkpoint_dir else []),
         *(["quant.weight.post_init_quant"] if settings.quant.weight.post_init_quant else []),
     ]
+    if _saves(settings):
+        raise ConfigError(
+            "save_mp_checkpoint_path of a model that an engine trains: engine.save_checkpoint saves it, and "
+            "checkpoint= reads that. Leave it out."
+        )
     if changes:
         raise ConfigError(
             f"init_inference(model=...) got a model that an engine trains, in {', '.join(sorted(map(str, dtypes)))}, "

@@ -138,17 +138,20 @@ def draw_alike(comm: Communicator) -> None:
         torch.cuda.set_rng_state(state)
 
 
-def share_experts(model: nn.Module, settings: DeepSpeedInferenceConfig) -> None:
+def share_experts(model: nn.Module, settings: DeepSpeedInferenceConfig) -> bool:
     """``moe``: with ``ep_size`` > 1 each rank keeps some experts of each layer, and tokens travel. Collective.
 
     Layers of ``deepspeed.moe`` have an ``ep_size`` of their own, from when they were made.
+
+    Returns:
+        Whether all ranks of the job share them, so that they generate as long as any of them does.
 
     Raises:
         ConfigError: the model has other experts than the settings say, or none.
     """
     moe = settings.moe
     if not moe.enabled:
-        return
+        return False
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "expert_group_name")]
     own = {int(layer.ep_size) for layer in layers}
     if own and moe.ep_size not in {1, *own}:
@@ -157,13 +160,15 @@ def share_experts(model: nn.Module, settings: DeepSpeedInferenceConfig) -> None:
     if moe.type == "residual" and not residual:
         raise ConfigError("moe.type is 'residual', and no layer of the model has a dense one beside its experts.")
     if own or (moe.ep_size == 1 and moe.moe_experts == [1]):
-        return
+        return False
     from importlib import import_module
 
     parallel: Any = import_module("zoo.moe.huggingface.parallel")
     _check_number(moe.moe_experts, parallel.experts_of(model))
-    if moe.ep_size > 1:
-        parallel.parallelise(model, ep_size=moe.ep_size, mesh=_mesh(settings, model))
+    if moe.ep_size == 1:
+        return False
+    parallel.parallelise(model, ep_size=moe.ep_size, mesh=_mesh(settings, model))
+    return bool(dist.get_world_size() == moe.ep_size)
 
 
 def _check_number(said: list[int], found: list[Any]) -> None:

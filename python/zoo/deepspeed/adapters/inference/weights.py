@@ -72,7 +72,7 @@ def files_of(settings: DeepSpeedInferenceConfig) -> Files | None:
     if isinstance(given, str):
         place = _within(base, given)
         if place.suffix != ".json":
-            return Files((_there(place),), False)
+            return Files(_shards(_there(place)) or (place,), False)
         return _described(read_document(str(_there(place))), base, ranks, str(place))
     return _described(dict(given), base, ranks, "checkpoint")
 
@@ -91,6 +91,13 @@ def _there(place: Path) -> Path:
     if not place.exists():
         raise ConfigError(f"there is no file or folder {str(place)!r}, which checkpoint and base_dir name.")
     return place
+
+
+def _shards(place: Path) -> tuple[Path, ...]:
+    """Files of torch in a folder of Hugging Face without safetensors; none elsewhere."""
+    if not place.is_dir() or any(place.glob("*.safetensors")):
+        return ()
+    return tuple(sorted(place.glob("pytorch_model*.bin")))
 
 
 def _described(found: dict[str, Any], base: Any, ranks: int, where: str) -> Files:
