@@ -1,9 +1,9 @@
 """Weights of decoder layers on NVMe: a model larger than memory generates at the speed of the disk.
 
 Decoding walks through the layers again and again, in one order. A cache of the layers used last keeps nothing then: it
-drops each layer shortly before it is needed. So the first layers that the budget holds stay, and the others are read
-ahead into a few buffers, one layer after the other, across the end of a token too (Aminabadi et al. 2022, "DeepSpeed
-Inference", section 5; Sheng et al. 2023, "FlexGen", section 4).
+drops each layer shortly before it is needed. So as many layers as the budget holds stay, spread evenly, and the others
+are read ahead into a few buffers, one layer after the other, across the end of a token too (Aminabadi et al. 2022,
+"DeepSpeed Inference", section 5; Sheng et al. 2023, "FlexGen", section 4).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from zoo.inject.decoder import STATE
 from zoo.io import Handle
 from zoo.nn.blocks import find_blocks
 from zoo.parts import own_hook
+from zoo.shard.offload.heap import give_back_free_blocks, map_large_blocks
 
 Tensor = torch.Tensor
 Weights = Callable[[str], Tensor]
@@ -170,7 +171,8 @@ def stream(
     Each layer is written to a file of its own in a new folder within ``folder``, as it lies in memory, codes in the
     order of their kernels; it is multiplied from the very buffer that it was read into. Each read has a checksum.
     Between two uses its weights are NaN, and ``state_dict`` is refused. The model may be injected and packed before;
-    training it is not possible.
+    training it is not possible. From then on the process maps blocks of 1 MiB and more, so that they go back to the
+    system when they are freed.
 
     Args:
         model: of layers that run one after the other, in eval mode, on the CPU. Its parameters may be on "meta" where
@@ -189,6 +191,8 @@ def stream(
         ValueError: the budget does not hold the buffers; a model that trains, is on another device, or is on "meta"
             without weights, or of other shapes; no layers. Files are removed then.
     """
+    map_large_blocks()
+    give_back_free_blocks()
     layers = find_blocks(model, blocks, "zoo.inference.stream")
     _check(model, budget_bytes, ahead, weights)
     shared = _shared(model, layers)
@@ -207,23 +211,37 @@ def stream(
     home = Path(tempfile.mkdtemp(prefix="zoo-layers-", dir=folder))
     own_handle = Handle(block_size=1 << 20, queue_depth=8, num_threads=1) if handle is None else handle
     memory = [own_handle.empty((max(sizes.values()),), dtype=torch.uint8) for _ in range(buffers)]
-    done, pinned = Streamed(own_handle, home, memory), []
+    done, pinned, kept = Streamed(own_handle, home, memory), [], _kept(sizes, left)
     try:
         for index, (name, module) in enumerate(layers.items()):
-            for inner_name, child in module.named_modules(prefix=name):
-                _fill(model, child, inner_name, weights)
-            if sizes[name] <= left and not done.streamed:
-                left -= sizes[name]
+            stays = name in kept
+            if stays:
                 done.num_bytes += sizes[name]
                 pinned.append(name)
-            else:
-                done.add(_written(name, module, _own(module, shared), own_handle, home / f"{index}.bin", memory[0]))
+            if not stays or any(p.is_meta for p in module.parameters()):
+                into = own_handle.empty((sizes[name],), dtype=torch.uint8) if stays else memory[0]
+                places = _laid(model, name, module, _own(module, shared), weights, into)
+                if not stays:
+                    path, content = home / f"{index}.bin", memory[0][: sizes[name]]
+                    checksum = own_handle.pwrite(content, path, checksum=True).checksum
+                    done.add(_Layer(name, module, places, sizes[name], path, int(checksum or 0)))
+                give_back_free_blocks()  # of the values that came
     except BaseException:
         done.close()
         raise
     done.pinned = tuple(pinned)
     done.begin()
     return done
+
+
+def _kept(sizes: Mapping[str, int], num_bytes: int) -> set[str]:
+    """As many layers as fit, spread evenly: while one that stays computes, the next one is read."""
+    names, total = list(sizes), len(sizes)
+    for count in range(total, 0, -1):
+        found = {name for i, name in enumerate(names) if (i + 1) * count // total > i * count // total}
+        if sum(sizes[name] for name in found) <= num_bytes:
+            return found
+    return set()
 
 
 def _own(module: nn.Module, shared: set[tuple[int, str]]) -> list[Tensor]:
@@ -281,38 +299,56 @@ def _file_bytes(tensors: Sequence[Tensor]) -> int:
     return -(-total // PAGE) * PAGE
 
 
-def _written(
-    name: str, module: nn.Module, tensors: Sequence[Tensor], handle: Handle, path: Path, memory: Tensor
-) -> _Layer:  # fmt: skip
+def _laid(
+    model: nn.Module, name: str, module: nn.Module, tensors: Sequence[Tensor], weights: Weights | None, memory: Tensor
+) -> list[tuple[Tensor, int, tuple[int, ...]]]:  # fmt: skip
+    """Put a layer's tensors into memory, one behind the other; parameters on "meta" become views of it."""
+    paths = {id(parameter): path for path, parameter in module.named_parameters(prefix=name)}
     places: list[tuple[Tensor, int, tuple[int, ...]]] = []
     at = 0
     memory.zero_()
     for _, begin, end, inside in _segments(tensors):
-        storage: Any = inside[0].untyped_storage()
-        memory[at : at + end - begin] = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,))
-        for tensor in inside:
-            where: Any = at + tensor.storage_offset() * tensor.itemsize - begin
-            places.append((tensor, where, tensor.stride()))
+        target = memory[at : at + end - begin]
+        if inside[0].is_meta:
+            parameter = inside[0]
+            view = target.view(parameter.dtype).view(parameter.shape)
+            view.copy_(_value(paths[id(parameter)], parameter, weights))
+            made = nn.Parameter(view, requires_grad=False)
+            _replace(model, parameter, made)
+            places.append((made, at, made.stride()))
+        else:
+            storage: Any = inside[0].untyped_storage()
+            target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,)))
+            for tensor in inside:
+                where: Any = at + tensor.storage_offset() * tensor.itemsize - begin
+                places.append((tensor, where, tensor.stride()))
         at += -(-(end - begin) // LINE) * LINE
-    size = -(-at // PAGE) * PAGE
-    checksum = handle.pwrite(memory[:size], path, checksum=True).checksum
-    return _Layer(name, module, places, size, path, int(checksum or 0))
+    return places
+
+
+def _value(path: str, parameter: Tensor, weights: Weights | None) -> Tensor:
+    if weights is None:
+        raise ValueError(f"{path} is on meta, and weights is None; give what has its value.")
+    value = weights(path)
+    if value.shape != parameter.shape:
+        raise ValueError(f"{path} has shape {tuple(parameter.shape)}, and weights give {tuple(value.shape)}.")
+    return value
+
+
+def _replace(model: nn.Module, parameter: Tensor, made: nn.Parameter) -> None:
+    """Under all the names that it has."""
+    for module in model.modules():
+        for key, own in module._parameters.items():
+            if own is parameter:
+                module._parameters[key] = made
 
 
 def _fill(model: nn.Module, module: nn.Module, name: str, weights: Weights | None) -> None:
-    """Parameters of a module that are on "meta", under all the names that they have."""
+    """Parameters of a module that are on "meta" get memory of their own."""
     for last, parameter in list(module._parameters.items()):
-        if parameter is None or not parameter.is_meta or weights is None:
-            continue
-        path = f"{name}.{last}" if name else last
-        value = weights(path)
-        if value.shape != parameter.shape:
-            raise ValueError(f"{path} has shape {tuple(parameter.shape)}, and weights give {tuple(value.shape)}.")
-        made = nn.Parameter(value.to(parameter.dtype, copy=True), requires_grad=False)
-        for other in model.modules():
-            for key, own in other._parameters.items():
-                if own is parameter:
-                    other._parameters[key] = made
+        if parameter is not None and parameter.is_meta:
+            value = _value(f"{name}.{last}" if name else last, parameter, weights)
+            _replace(model, parameter, nn.Parameter(value.to(parameter.dtype, copy=True), requires_grad=False))
 
 
 def _check(model: nn.Module, budget_bytes: int, ahead: int, weights: Weights | None) -> None:

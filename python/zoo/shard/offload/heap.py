@@ -26,6 +26,13 @@ def map_large_blocks() -> None:
     _set(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
+def give_back_free_blocks() -> None:
+    """What was freed goes back to the system, wherever it lies. Without effect where there is no ``malloc_trim``."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def large_blocks_are_mapped() -> bool:
     """Whether :func:`map_large_blocks` is in force."""
     return _mapped
