@@ -12,8 +12,9 @@ from zoo.deepspeed.runtime import lr_schedules
 from zoo.deepspeed.utils import logging as logs
 
 import zoo.deepspeed as deepspeed
-from zoo import optim, zero
+from zoo import optim, sim, zero
 from zoo.deepspeed import utils
+from zoo.engine import initialize
 
 HUGE = 10**5000
 CONFIG: dict[str, Any] = {
@@ -103,3 +104,34 @@ def test_numbers_in_other_types_are_taken() -> None:
     assert schedule.max_lrs == [0.5]
     optim.AdamW(parameters(), lr=torch.tensor(0.1), betas=[np.float64(0.9), 0.99], eps=np.float32(1e-8))
     assert utils.safe_get_full_fp32_param(torch.ones(3)) is None  # a tensor that no engine has, as in DeepSpeed
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ({"zero_optimization": {"stage": 2, "leaf_module": 5}}, "leaf_module is a int; it is an object"),
+        (
+            {"zero_optimization": {"stage": 2, "leaf_module": {"names": 5}}},
+            r"leaf_module\.names is a int; it is a list",
+        ),
+        ({"zero_optimization": {"stage": 2, "leaf_module": {1: ["a"]}}}, "leaf_module has the key 1; its keys"),
+        ({"comms_logger": 5}, r"comms_logger: given 5 \(int\); it is an object"),
+        ({"comms_logger": {1: 2}}, r"comms_logger: given \{1: 2\} \(dict\); it is an object"),
+        ({"sequence_parallel_size": 5, "mesh": None}, "5"),
+        ({"sequence_parallel_size": 2, "mesh": 7}, "the section mesh has the axes None"),
+    ],
+    ids=str,
+)
+def test_sections_of_another_type(beside: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        deepspeed.initialize(model=model(), config={**CONFIG, **beside})
+
+
+@pytest.mark.parametrize("rank_alone", [False, True])
+def test_a_mesh_that_is_none(rank_alone: bool) -> None:
+    def job(rank: int) -> None:
+        wrong = "data" if rank or not rank_alone else None
+        with pytest.raises((ValueError, RuntimeError), match="mesh='data', a str; give a DeviceMesh"):
+            initialize(CONFIG, model(), mesh=wrong)
+
+    sim.run(2, job)

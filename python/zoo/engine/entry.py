@@ -84,12 +84,15 @@ def initialize(
             midst of splitting the model: then when their waits end.
     """
     _join(config, dist_init_required, overrides, registry)
-    everyone = all_ranks(group, mesh)
+    is_mesh = mesh is None or hasattr(mesh, "mesh_dim_names")
+    everyone = all_ranks(group, mesh if is_mesh else None)
     with raise_together(everyone, "initialize"):
         check_given(
             model, parts=parts, sinks=sinks, loader=loader, collate_fn=collate_fn, params=model_parameters,
             monitors=monitors, required=dist_init_required, registry=registry,
         )  # fmt: skip
+        if not is_mesh:
+            raise ValueError(f"initialize got mesh={mesh!r}, a {type(mesh).__name__}; give a DeviceMesh.")
         if mesh is not None and group is not None:
             raise ValueError("initialize got mesh= and group=, which say the same thing in two ways; give one of them.")
         config = _configuration(config, overrides, _size(mesh, group), mesh, model, registry)

@@ -313,9 +313,12 @@ def configure(
         ValueError: it is neither, or the section has a key that is not known.
     """
     if isinstance(deepspeed_config, Mapping):
+        from zoo.config import ConfigError
         from zoo.deepspeed.adapters.configuration.plain_values import as_meant
 
         section = deepspeed_config.get("comms_logger")
+        if section is not None and not (isinstance(section, Mapping) and all(isinstance(key, str) for key in section)):
+            raise ConfigError(f"comms_logger: given {section!r} ({type(section).__name__}); it is an object.")
         comms_logger.set(**(as_meant({"comms_logger": section})["comms_logger"] if section else {}))
     elif deepspeed_config is not None:
         if not hasattr(deepspeed_config, "comms_config"):

@@ -143,10 +143,13 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     @classmethod
     def _lists_without_repeats(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
-            raise TypeError(
+            raise ValueError(
                 f"leaf_module is a {type(values).__name__}; it is an object of classes, names, name_suffixes."
             )
         lists = {key: [value] if isinstance(value, str) else value for key, value in values.items()}
+        for key, value in lists.items():
+            if not isinstance(value, (list, tuple)):
+                raise ValueError(f"leaf_module.{key} is a {type(value).__name__}; it is a list of text.")
         return {key: list(dict.fromkeys(map(str, value))) for key, value in lists.items()}
 
 

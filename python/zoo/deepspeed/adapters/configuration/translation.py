@@ -205,8 +205,11 @@ def translated(
         found["gradient_allreduce_op"] = "mean"  # a sum is the mean times the ranks: see gradient_allreduce_op()
     shared = found.pop("sequence_parallel_size", 1)
     if isinstance(shared, int) and shared > 1 and not by_mpu:
-        axes = found.setdefault("mesh", {"axes": {"data": -1, "sequence": shared}}).get("axes") or {}
-        if axes.get("sequence") != shared:
+        if found.get("mesh") is None:
+            found["mesh"] = {"axes": {"data": -1, "sequence": shared}}
+        mesh = found["mesh"]
+        axes = mesh.get("axes") if isinstance(mesh, Mapping) else None
+        if not isinstance(axes, Mapping) or axes.get("sequence") != shared:
             raise ConfigError(
                 f"sequence_parallel_size is {shared}, and the section mesh has the axes {axes}: give the axis "
                 f'"sequence" there, of the size {shared}, or leave one of the two out.'
