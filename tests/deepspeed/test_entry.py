@@ -20,6 +20,7 @@ from zoo.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 
 import zoo.deepspeed as deepspeed
 from zoo import sim
+from zoo.comm import CollectiveMismatchError
 from zoo.config import ConfigError
 from zoo.data_efficiency import DataAnalyzer
 
@@ -422,3 +423,20 @@ def test_what_published_configurations_say_beside_trains(published: dict[str, An
     expected = sim.run(2, lambda rank: job(rank, plain))[0]
     found = sim.run(2, lambda rank: job(rank, published))[0]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("beside", "told"),
+    [
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: 'mean' on rank 0, 'sum' on rank 1"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: True on rank 0, False on rank 1"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: 1 on rank 0, 2 on rank 1"),
+    ],
+    ids=str,
+)
+def test_configurations_that_differ_between_ranks_are_told(beside: dict[str, Any], told: str) -> None:
+    def job(rank: int) -> None:
+        with pytest.raises(CollectiveMismatchError, match=told):
+            start({**DOCUMENT, **(beside if rank else {})})
+
+    sim.run(2, job)

@@ -451,3 +451,53 @@ def test_ranks_that_ask_for_different_saves_are_told(
         assert Path(path).is_dir()
 
     sim.run(WORLD, job)
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "accumulation": ({"gradient_accumulation_steps": 4}, r"gradient_accumulation_steps: 2 on ranks 0, 2, 4 on rank 1"),
+    "schedule": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}},
+        r"scheduler: \{.*7.* on rank 1",
+    ),
+    "no schedule": ({"scheduler": None}, r"scheduler: \{.*\} on ranks 0, 2, not given on rank 1"),
+    "autocast": (
+        {"torch_autocast": {"enabled": True}},
+        r"torch_autocast: None on ranks 0, 2, torch\.bfloat16 on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_configurations_that_differ_are_told_when_the_engine_is_made(stage: int, kind: str) -> None:
+    """They would be told in a later step, by a wait that ends, or by nobody."""
+    changes, told = SETTINGS[kind]
+
+    def job(rank: int) -> None:
+        schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}
+        with pytest.raises(
+            CollectiveMismatchError, match=rf"call initialize\(\) with different configurations: {told}"
+        ):
+            start(stage, accumulation=2, **{**schedule, **(changes if rank == 1 else {})})
+        start(stage)  # the next one is a right one
+
+    sim.run(WORLD, job)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_how_samples_are_dealt_is_alike_where_the_engine_deals_them(own: bool) -> None:
+    samples = [torch.full((6,), float(i)) for i in range(12)]
+
+    def job(rank: int) -> None:
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+            "seed": rank,
+        }
+        if not own:
+            initialize(config, net())
+            return
+        with pytest.raises(CollectiveMismatchError, match=r"seed: 0 on rank 0, 1 on rank 1, 2 on rank 2"):
+            initialize(config, net(), training_data=samples)
+
+    sim.run(WORLD, job)

@@ -22,7 +22,7 @@ from zoo.monitor import Feed
 from zoo.parts import Environment, Sink
 from zoo.registry import DEFAULT, Registry
 from zoo.shard import ShardedModel
-from zoo.shard.agreement import all_ranks
+from zoo.shard.agreement import all_ranks, raise_together_alike
 from zoo.zero import ZeroOptimizer
 
 
@@ -86,7 +86,8 @@ def initialize(
     _join(config, dist_init_required, overrides, registry)
     is_mesh = mesh is None or hasattr(mesh, "mesh_dim_names")
     everyone = all_ranks(group, mesh if is_mesh else None)
-    with raise_together(everyone, "initialize"):
+    needed: dict[str, Any] = {}
+    with raise_together_alike(everyone, "initialize", needed):
         check_given(
             model, parts=parts, sinks=sinks, loader=loader, collate_fn=collate_fn, params=model_parameters,
             monitors=monitors, required=dist_init_required, registry=registry,
@@ -98,6 +99,7 @@ def initialize(
         config = _configuration(config, overrides, _size(mesh, group), mesh, model, registry)
         if mesh is None and group is None:
             config = building.with_axes(config, model)
+        needed |= _needed_alike(config, own_schedule=lr_scheduler is None, own_data=training_data is not None)
     first = next(model.parameters(), None)
     mesh = building.build_mesh(config, mesh, first.device if first is not None else torch.device("cpu"))
     environment = building.make_environment(config, mesh, group)
@@ -110,6 +112,20 @@ def initialize(
             )  # fmt: skip
         undo.pop_all()
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _needed_alike(config: Config, *, own_schedule: bool, own_data: bool) -> dict[str, Any]:
+    """What of a configuration ranks need alike, and nothing compares later on, or not before it has done harm."""
+    found: dict[str, Any] = {
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "torch_autocast": building.autocast_dtype(config),
+        "auto_cast": building.input_dtype(config),
+    }
+    if own_schedule and config.scheduler is not None:
+        found["scheduler"] = config.scheduler.model_dump()
+    if own_data:  # which of it each rank gets
+        found |= {"seed": config.seed, "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu}
+    return found
 
 
 def _built(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -115,17 +116,52 @@ def agree(
     try:
         agree_none_failed(comm, CONSTRUCTION, alike=f"with parameters and options {digest}")
     except CollectiveMismatchError as error:
-        everyone: list[Any] = [None] * comm.size  # all ranks have seen it
-        # Not by the communicator, whose check may be what differs.
-        dist.all_gather_object(everyone, mine, group=comm.group)
-        names = dict.fromkeys(name for given in everyone for name in given)
-        differing = [name for name in names if len({given.get(name) for given in everyone}) > 1]
-        told = [told_by_rank(name, [given.get(name) for given in everyone]) for name in differing[:5]]
+        differing, told = _differences(comm, mine)
         if PARAMETERS in differing:
             told[0] = _told_of_models(comm, parameters()) or told[0]
         raise CollectiveMismatchError(
             f"the ranks construct a ZeRO optimizer in different ways: {'; '.join(told)}."
         ) from error
+
+
+@contextlib.contextmanager
+def raise_together_alike(comm: Communicator | None, what: str, needed: Mapping[str, Any]) -> Iterator[None]:
+    """As :func:`zoo.comm.raise_together`, with its one all-gather of 8 bytes; and ranks have to come to its end with
+    the same values.
+
+    Args:
+        comm: the ranks; None for this one alone.
+        what: a call, as "initialize".
+        needed: what ranks need alike, by name; it may be filled inside.
+
+    Raises:
+        CollectiveMismatchError: no rank has failed, and values differ; on all of them, with what differs.
+    """
+    try:
+        yield
+    except BaseException as error:
+        agree_none_failed(comm, what, error)
+        raise
+    mine = {name: described(value) for name, value in needed.items()}
+    try:
+        agree_none_failed(comm, what, alike=f"with {short_digest(sorted(mine.items()))}")
+    except CollectiveMismatchError as error:
+        if comm is None:
+            raise
+        told = "; ".join(_differences(comm, mine)[1])
+        raise CollectiveMismatchError(
+            f"the ranks call {what}() with different configurations: {told}. Give all of them the same."
+        ) from error
+
+
+def _differences(comm: Communicator, mine: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The names of what differs between ranks, and sentences about the first of these. Collective."""
+    everyone: list[Any] = [None] * comm.size  # all ranks have seen that something does
+    # Not by the communicator, whose check may be what differs.
+    dist.all_gather_object(everyone, dict(mine), group=comm.group)
+    names = dict.fromkeys(name for given in everyone for name in given)
+    differing = [name for name in names if len({given.get(name) for given in everyone}) > 1]
+    return differing, [told_by_rank(name, [given.get(name) for given in everyone]) for name in differing[:5]]
 
 
 def _told_of_models(comm: Communicator, mine: Mapping[str, str]) -> str:

@@ -28,7 +28,7 @@ from zoo.deepspeed.adapters.root.lifetimes import freeze, keep, thaw
 from zoo.deepspeed.adapters.root.optimizer import BasicOptimizer, OptimizerView
 from zoo.deepspeed.adapters.utilities.leaves import apply_zero_leaf_module_config
 from zoo.engine import initialize as _initialize
-from zoo.shard.agreement import all_ranks
+from zoo.shard.agreement import all_ranks, raise_together_alike
 from zoo.shard.guard import ShardedParameter
 
 _log = logging.getLogger("zoo.deepspeed")
@@ -120,7 +120,8 @@ def initialize(
     """
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     everyone = all_ranks(None, None)
-    with comm.raise_together(everyone, "initialize"):
+    needed: dict[str, Any] = {}
+    with raise_together_alike(everyone, "initialize", needed):
         module = _checked(model, optimizer, model_parameters, mpu, mesh_param)
         document = find_document(args, config if config is not None else config_params)
         document = _with_tensor_parallel(document, module, mpu)
@@ -135,6 +136,10 @@ def initialize(
             join_alone()
         carry_out(document)
         communication.configure(document)
+        needed |= {
+            "managed_gradient_accumulation": bool(document.get("managed_gradient_accumulation", True)),
+            "gradient_allreduce_op": gradient_allreduce_op(document),
+        }
     _end_earlier(module)
     with comm.raise_together(everyone, "initialize"):
         chosen, parameters = _optimizer_of(document, given, module, optimizer, model_parameters)

@@ -155,7 +155,8 @@ def apply_zero_leaf_module_config(
     """
     if leaf_cfg is None:
         return []
-    if isinstance(leaf_cfg, Mapping) and (odd := [key for key in leaf_cfg if not isinstance(key, str)]):
+    given: Any = leaf_cfg
+    if isinstance(given, Mapping) and (odd := [key for key in given if not isinstance(key, str)]):
         raise ValueError(f"leaf_module has the key {odd[0]!r}; its keys are classes, names, name_suffixes.")
     wanted = leaf_cfg if isinstance(leaf_cfg, DeepSpeedZeroLeafModuleConfig) else None
     wanted = wanted or DeepSpeedZeroLeafModuleConfig.model_validate(leaf_cfg)
