@@ -235,6 +235,14 @@ class Ahead(torch.optim.Optimizer):
                 p.data.copy_(slow)
 
 
+def without_hooks(model: nn.Module) -> torch.optim.Optimizer:
+    """Its constructor does not call torch's, and makes part of what that makes."""
+    optimizer = Ruled(model.parameters())
+    for name in [name for name in vars(optimizer) if "state_dict" in name and name.endswith("_hooks")]:
+        delattr(optimizer, name)
+    return optimizer
+
+
 WHOLE = {
     "numel": with_rule(lambda self, group, index, p: 0.1 if p.numel() > 20 else 1.0),
     "nelement": with_rule(lambda self, group, index, p: 1.0 / p.nelement()),
@@ -274,6 +282,7 @@ SPLIT = {
     "replaced step": step_replaced,
     "added attribute": attribute_added,
     "new memory": new_memory,
+    "without hooks": without_hooks,
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=LR),
 }
 KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {**WHOLE, **SPLIT}

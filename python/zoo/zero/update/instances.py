@@ -260,8 +260,8 @@ def _free(instance: torch.optim.Optimizer) -> None:
 def retire(instance: torch.optim.Optimizer, owner: torch.optim.Optimizer, inner: Any) -> Follows:
     """While ``owner`` exists the instance holds options only: a step of its own would be a second update, and its
     state is none. Hooks that were registered on it, or will be, are hooks of the owner."""
-    for name in _HOOKS:
-        setattr(owner, name, getattr(instance, name))  # the very dict, of which the user's handles remove them
+    for name in _HOOKS:  # the very dict, of which the user's handles remove them
+        setattr(owner, name, vars(instance).setdefault(name, OrderedDict()))  # some constructors leave them out
     held: Any = instance
     retired = _Retired(instance, owner)
     for name in _REFUSED:
