@@ -260,6 +260,15 @@ def test_what_is_no_model(given: Any, told: str) -> None:
         InferenceEngine(nn.Linear(2, 2), {})
 
 
+def test_wrapped_models_and_numbers_with_scales_beside_them() -> None:
+    with pytest.raises(ConfigError, match=r"got a DataParallel; give it the model without a wrapper"):
+        deepspeed.init_inference(nn.DataParallel(nn.Linear(2, 2)), **FP32)
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(model.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"weight is torch.float8_e4m3fn, numbers that have a scale"):
+        deepspeed.init_inference(model, **FP32)
+
+
 TRAINING: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 

@@ -227,6 +227,7 @@ def test_what_is_generated_has_room() -> None:
         lambda: engine.generate(ids, max_new_tokens=7), lambda: engine.generate(input_ids=ids, max_length=14),
         lambda: engine.generate(inputs=ids, max_new_tokens=7), lambda: engine.generate(ids.repeat(1, 2)),
         lambda: engine.generate(ids, generation_config=engine.generation_config.__class__(max_new_tokens=7)),
+        lambda: engine.generate(ids, engine.generation_config.__class__(max_new_tokens=7)),
         lambda: engine.generate(inputs_embeds=torch.zeros(1, 7, 32), max_new_tokens=7),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=r"14 in all, which exceeds maximum length: max_out_tokens=13, prompt"):

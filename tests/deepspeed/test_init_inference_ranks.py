@@ -119,6 +119,7 @@ def test_consecutive_ranks_share_a_model() -> None:
         first = rank // 2 * 2
         engine = deepspeed.init_inference(whole(), **FP32, mp_size=2)
         assert dist.get_process_group_ranks(engine.mp_group) == [first, first + 1]
+        assert deepspeed.init_inference(whole(), **FP32, mp_size=2).mp_group is engine.mp_group
         ids = prompts()["input_ids"] + rank // 2  # other prompts for the other model
         assert torch.equal(engine.generate(ids, max_new_tokens=3, do_sample=False),
                            whole().generate(ids, max_new_tokens=3, do_sample=False))  # fmt: skip
@@ -309,6 +310,8 @@ def test_a_checkpoint_in_each_of_its_grammars(saved: Path) -> None:
         {"ckpt_config": {"checkpoint_dir": str(saved / "hub")}, "checkpoint": str(saved / "hub")},
     ):  # fmt: skip
         assert torch.equal(words(deepspeed.init_inference(empty(), **FP32, **given)), expected)
+    packed = deepspeed.init_inference(empty(), dtype=torch.int8, checkpoint=str(saved / "hub"), kernel_inject=True)
+    assert torch.equal(words(packed), words(deepspeed.init_inference(whole(), dtype=torch.int8, kernel_inject=True)))
     other = whole()
     nn.init.zeros_(other.lm_head.weight)  # a model with values, which are written over
     engine = deepspeed.init_inference(other, **FP32, checkpoint=str(saved / "hub"), set_empty_params=True)

@@ -13,6 +13,7 @@ from zoo.deepspeed.adapters.accelerator.real_accelerator import get_accelerator
 from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig
 from zoo.deepspeed.adapters.utilities.logs import warning_once
 
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 UNNECESSARY = {
     "use_triton": "there are no kernels in Triton; zoo.kernels and torch compute the same.",
     "triton_autotune": "there are no kernels in Triton that would be tuned.",
@@ -121,6 +122,16 @@ def check_model(model: Any, settings: DeepSpeedInferenceConfig) -> None:
     classes = {above.__name__ for above in type(model).__mro__}
     if isinstance(model, InferenceEngine) or "DeepSpeedEngine" in classes:
         raise ConfigError(f"init_inference(model=...) got a {type(model).__name__}, which has a model: give .module.")
+    if classes & _WRAPPERS:
+        raise ConfigError(
+            f"init_inference(model=...) got a {type(model).__name__}; give it the model without a wrapper, its .module."
+        )
+    eighths = [name for name, p in model.named_parameters() if p.is_floating_point() and p.element_size() == 1]
+    if eighths:
+        raise ConfigError(
+            f"{eighths[0]} is {model.get_parameter(eighths[0]).dtype}, numbers that have a scale beside them, and "
+            "converting them would lose it. Give the model in fp32, bf16 or fp16; dtype=torch.int8 packs it."
+        )
     if "PipelineModule" in classes:
         raise ConfigError(
             "init_inference(model=...) got a PipelineModule, of which each rank has some layers; its engine's "

@@ -28,7 +28,8 @@ def check_lengths(
     """
     prompt, rows = _prompt_of(args, kwargs)
     most, least = settings.max_out_tokens, settings.min_out_tokens
-    new = _new_tokens(model, prompt, kwargs)
+    given = {**kwargs, "generation_config": args[1]} if len(args) > 1 else kwargs
+    new = _new_tokens(model, prompt, given)
     if prompt + new > most or prompt > most:
         raise ConfigError(
             f"generate() got a prompt of {prompt} tokens and is to add {new}, {prompt + new} in all, which exceeds "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from zoo.tensor.adapters import base_of, with_adapters
 from zoo.tensor.layers import part_of
 
 _GROUPS = ("get_model_parallel_group", "get_tensor_model_parallel_group", "get_slice_parallel_group")
+_EVERYONE: WeakKeyDictionary[Any, Communicator] = WeakKeyDictionary()
+"""By the group of all ranks, so that groups of one size are made once."""
 _GRAIN = DeepSpeedTPConfig().tp_grain_size
 
 
@@ -57,7 +60,8 @@ def _group_of_mpu(mpu: Any) -> Any:
 def _consecutive(size: int, name: str) -> Communicator:
     world = _world(size, name)
     groups = [list(range(first, first + size)) for first in range(0, world, size)]
-    return Communicator().partition(groups, name="init_inference")
+    everyone = _EVERYONE.setdefault(dist.group.WORLD, Communicator())
+    return everyone.partition(groups, name="init_inference")
 
 
 def _world(size: int, name: str) -> int:
