@@ -63,6 +63,8 @@ def test_keys_of_former_times_are_put_where_they_are_now(old: str, value: Any, s
     both = inference.DeepSpeedInferenceConfig(**{old: value, "moe": {"enabled": False}, "tp": {"tp_grain_size": 3}})
     assert getattr(getattr(both, section), new) == value
     assert (both.moe.enabled, both.tensor_parallel.tp_grain_size) == (False, 3)
+    made = inference.DeepSpeedTPConfig(tp_grain_size=3), inference.DeepSpeedMoEConfig(enabled=False)
+    assert inference.DeepSpeedInferenceConfig(**{old: value, "tp": made[0], "moe": made[1]}) == both
 
 
 def test_requests_and_batches_of_rollouts_have_shapes_that_fit() -> None:

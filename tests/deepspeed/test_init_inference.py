@@ -263,6 +263,8 @@ def test_what_is_no_model(given: Any, told: str) -> None:
 def test_wrapped_models_and_numbers_with_scales_beside_them() -> None:
     with pytest.raises(ConfigError, match=r"got a DataParallel; give it the model without a wrapper"):
         deepspeed.init_inference(nn.DataParallel(nn.Linear(2, 2)), **FP32)
+    with pytest.raises(ConfigError, match="PipelineModule, of which each rank has some layers"):
+        deepspeed.init_inference(deepspeed.PipelineModule([nn.Linear(2, 2)], num_stages=1), **FP32)
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(model.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ConfigError, match=r"weight is torch.float8_e4m3fn, numbers that have a scale"):

@@ -234,6 +234,10 @@ def test_what_is_generated_has_room() -> None:
             call()
         with pytest.raises(ValueError, match="max_out_tokens=13"):
             call()
+    engine.module.generation_config.max_length = 14
+    with pytest.raises(ValueError, match="14 in all"):
+        engine.generate(ids)
+    engine.module.generation_config.max_length = 13
     with pytest.raises(ValueError, match=r"prompt of 12 tokens, and max_out_tokens=13 leaves 1 .* min_out_tokens=2"):
         engine.generate(torch.ones(1, 12, dtype=torch.long), max_new_tokens=1)
     both = {"input_ids": ids, "inputs_embeds": torch.zeros(3, 7, 32)}  # one prompt

@@ -18,6 +18,7 @@ from tests.deepspeed.test_init_inference import FP32, TRAINING, small, words
 from tests.deepspeed.test_tensor_parallel import Layers
 from tests.inject.models import SIZES, model_of, prompts
 from torch import nn
+from zoo.deepspeed.moe.layer import MoE
 
 pytest.importorskip("transformers")
 
@@ -267,6 +268,29 @@ def test_ranks_share_experts() -> None:
     sim.run(2, fn)
 
 
+def test_layers_of_experts_have_their_own_ranks() -> None:
+    def made(ep_size: int) -> Any:
+        torch.manual_seed(0)
+        return MoE(8, nn.Linear(8, 8), num_experts=4, ep_size=ep_size, k=1, eval_capacity_factor=4.0).eval()
+
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    alone = made(1)
+    expected = alone(x)[0]
+
+    def fn(rank: int) -> None:
+        for size in (1, 2):
+            model = made(2)
+            model.gate.load_state_dict(alone.gate.state_dict())
+            for mine, expert in zip(model.experts.list, alone.experts.list[2 * rank : 2 * rank + 2], strict=True):
+                mine.load_state_dict(expert.state_dict())
+            engine = deepspeed.init_inference(model, **FP32, moe={"ep_size": size})
+            torch.testing.assert_close(engine(x)[0], expected)
+        with pytest.raises(ConfigError, match="ep_size is 4, and the MoE layers were made with ep_size=2"):
+            deepspeed.init_inference(made(2), **FP32, moe={"ep_size": 4})
+
+    sim.run(2, fn)
+
+
 def test_a_rank_that_is_done_waits_for_the_others() -> None:
     def fn(rank: int) -> None:
         engine = deepspeed.init_inference(mixture(), **FP32, moe={"ep_size": 2})
@@ -407,6 +431,15 @@ def test_what_is_saved_is_read_at_any_degree(degree: int, tmp_path: Path) -> Non
     sim.run(3 - degree, read)
 
 
+def test_of_models_side_by_side_the_first_is_saved(tmp_path: Path) -> None:
+    def save(rank: int) -> None:
+        deepspeed.init_inference(whole(), **FP32, tp={"tp_size": 2}, save_mp_checkpoint_path=str(tmp_path))
+
+    sim.run(4, save)
+    engine = deepspeed.init_inference(empty(), **FP32, checkpoint=str(tmp_path))
+    assert torch.equal(words(engine), words(whole()))
+
+
 def test_it_is_saved_where_the_other_section_says(tmp_path: Path) -> None:
     where = {"save_mp_checkpoint_path": str(tmp_path)}
     deepspeed.init_inference(whole(), **FP32, ckpt_config=where)
@@ -438,6 +471,12 @@ def test_files_of_tensor_parallel_ranks_are_put_together(degree: int, tmp_path: 
                 checkpoint={"checkpoints": files, "version": 1.0, **told},
             )  # fmt: skip
             assert torch.equal(words(engine), expected)
+        if degree > 1:
+            with pytest.raises(ValueError, match="need a plan of the model, which is cut already"):
+                deepspeed.init_inference(
+                    engine.module, **FP32, tp={"tp_size": degree}, base_dir=str(tmp_path), training_mp_size=2,
+                    checkpoint={"checkpoints": files},
+                )  # fmt: skip
 
     sim.run(degree, read)
 

@@ -145,7 +145,7 @@ def draw_alike(comm: Communicator) -> None:
 def share_experts(model: nn.Module, settings: DeepSpeedInferenceConfig) -> bool:
     """``moe``: with ``ep_size`` > 1 each rank keeps some experts of each layer, and tokens travel. Collective.
 
-    Layers of ``deepspeed.moe`` have an ``ep_size`` of their own, from when they were made.
+    Layers of ``deepspeed.moe`` have an ``ep_size`` of their own, from when they were made; they find their ranks.
 
     Returns:
         Whether all ranks of the job share them, so that they generate as long as any of them does.
@@ -163,7 +163,12 @@ def share_experts(model: nn.Module, settings: DeepSpeedInferenceConfig) -> bool:
     residual = any(getattr(module, "use_residual", False) for module in model.modules())
     if moe.type == "residual" and not residual:
         raise ConfigError("moe.type is 'residual', and no layer of the model has a dense one beside its experts.")
-    if own or (moe.ep_size == 1 and moe.moe_experts == [1]):
+    if own:
+        for layer in layers:
+            if hasattr(layer, "set_deepspeed_parallelism"):
+                layer.set_deepspeed_parallelism()
+        return False
+    if moe.ep_size == 1 and moe.moe_experts == [1]:
         return False
     from importlib import import_module
 

@@ -165,7 +165,9 @@ def opened(files: Files, model: nn.Module, plan: Plan | None) -> Iterator[Source
         ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         if files.in_parts:
             if plan is None:
-                raise ConfigError("files of tensor-parallel ranks need a plan of the model, and none is known.")
+                raise ConfigError(
+                    "files of tensor-parallel ranks need a plan of the model, which is cut already; give a whole one."
+                )
             parts = [("the parts", joined([part for _, part in parts], model, plan))]
         yield Several(parts, ignored)
 
