@@ -29,8 +29,8 @@ class InferenceEngine(nn.Module):
 
     Ranks that share a model go on from the random state of the first one, so that they draw the same tokens.
 
-    The model is put into ``eval()``, unless an engine trains it. With ``replace_with_kernel_inject`` forwards compute
-    no gradients.
+    The model is put into ``eval()``, unless an engine trains it. Where layers are injected, its
+    forwards compute no gradients.
 
     Args:
         model: the same on all ranks that share it, or on the meta device with a checkpoint.
