@@ -18,6 +18,7 @@ from zoo.deepspeed.runtime.zero import leaf_module_config, offload_config
 
 import zoo.deepspeed as deepspeed
 from zoo import sim
+from zoo.config import ConfigError
 from zoo.deepspeed.adapters.configuration.keys import CONSTANTS, OPTIMIZERS
 
 DOCUMENT: dict[str, Any] = {
@@ -66,6 +67,16 @@ def test_what_is_not_said() -> None:
     assert (found.train_batch_size, found.gradient_accumulation_steps) == (2, 1)
     assert (found.gradient_clipping, found.steps_per_print, found.optimizer_name) == (1.0, None, None)
     assert (found.zero_enabled, found.scheduler_params, found.communication_data_type) == (False, None, None)
+
+
+def test_whole_numbers_may_be_written_with_a_point_as_for_an_engine() -> None:
+    document = {"train_micro_batch_size_per_gpu": 2.0, "gradient_accumulation_steps": 3.0}
+    found = DeepSpeedConfig(document)
+    assert (found.train_batch_size, found.gradient_accumulation_steps) == (6, 3)
+    assert type(found.train_micro_batch_size_per_gpu) is int
+    for wrong in (2.5, float("nan"), float("inf"), True):
+        with pytest.raises(ConfigError, match="whole number"):
+            DeepSpeedConfig({**document, "gradient_accumulation_steps": wrong})
 
 
 def test_ranks_of_a_document() -> None:

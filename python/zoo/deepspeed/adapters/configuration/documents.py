@@ -166,8 +166,9 @@ class DeepSpeedConfig:
         self._read_sections(document)
         given = {key: document[key] for key in BATCH_KEYS if document.get(key) not in (None, "auto")}
         for key, value in given.items():
-            if type(value) is not int or value < 1:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value % 1:
                 raise ConfigError(f"{key} = {value!r}; it is a whole number, 1 or more.")
+            given[key] = int(value)
         if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(given):
             raise ConfigError("give train_batch_size or train_micro_batch_size_per_gpu.")
         solved = solve(given, dict.fromkeys(given, "the document"), self.world_size)
