@@ -311,6 +311,13 @@ def test_a_model_that_an_engine_trains_in_parts() -> None:
         with pytest.raises(ConfigError, match="at stage 3, whose parameters are split"):
             deepspeed.init_inference(trained.module, **FP32, kernel_inject=True)
         assert words(trained.module.eval()).shape == (3, 13)
+        trained.destroy()
+        engine = deepspeed.init_inference(trained.module, **FP32, kernel_inject=True)
+        assert torch.equal(words(engine), words(model_of("Llama")))
+        with deepspeed.zero.Init():
+            parts = nn.Linear(4, 4)
+        with pytest.raises(ConfigError, match=r"weight was made under deepspeed.zero.Init, and each rank has a part"):
+            deepspeed.init_inference(parts, **FP32)
 
     sim.run(2, fn)
 

@@ -126,6 +126,7 @@ def check_model(model: Any, settings: DeepSpeedInferenceConfig) -> None:
         raise ConfigError(
             f"init_inference(model=...) got a {type(model).__name__}; give it the model without a wrapper, its .module."
         )
+    _check_init(model)
     eighths = [name for name, p in model.named_parameters() if p.is_floating_point() and p.element_size() == 1]
     if eighths:
         raise ConfigError(
@@ -146,15 +147,32 @@ def is_trained(model: nn.Module) -> bool:
     return bool(_owners(model))
 
 
+def _buckets(model: nn.Module) -> dict[str, Any]:
+    """Of parameters that are split over ranks, or that an engine has."""
+    from zoo.shard.guard import ShardedParameter
+
+    named = model.named_parameters()
+    return {name: p._zoo_bucket for name, p in named if isinstance(p, ShardedParameter) and p._zoo_bucket is not None}
+
+
 def _owners(model: nn.Module) -> list[Any]:
     """What shards its parameters."""
-    from zoo.shard.guard import ShardedParameter
     from zoo.shard.init.parts import InitBucket
 
-    buckets = [p._zoo_bucket for p in model.parameters() if isinstance(p, ShardedParameter)]
-    found = [bucket.owner() for bucket in buckets if bucket is not None and not isinstance(bucket, InitBucket)
-             and bucket.owner]  # fmt: skip
+    found = [b.owner() for b in _buckets(model).values() if not isinstance(b, InitBucket) and b.owner]
     return [owner for owner in found if owner is not None]
+
+
+def _check_init(model: nn.Module) -> None:
+    from zoo.shard.init.parts import InitBucket
+
+    split = [name for name, bucket in _buckets(model).items() if isinstance(bucket, InitBucket)]
+    if split:
+        raise ConfigError(
+            f"{split[0]} was made under deepspeed.zero.Init, and each rank has a part of it. Make the model without "
+            'it, or under deepspeed.OnDevice(dtype, device="meta") and give checkpoint=; or give it to '
+            "deepspeed.initialize at stage 3, whose engine gathers parameters layer by layer."
+        )
 
 
 def _check_trained(model: nn.Module, settings: DeepSpeedInferenceConfig) -> None:
