@@ -216,19 +216,12 @@ class Session:
             if changed:
                 part.store(src=0)
             if not part.active:
-                if aliased and self._anywhere(part.viewed):
+                if aliased and any(self.comm.all_gather_object(part.viewed)):
                     free = False  # a view is alive on some rank: all ranks keep it whole
                     continue
                 part.drop_whole()
             del self._open[part]
         return free
-
-    def _anywhere(self, flag: bool) -> bool:
-        found = torch.tensor(float(flag))
-        if self.comm.size > 1 and "nccl" in self.comm.backend:
-            found = found.cuda()
-        self.comm.all_reduce(found, "max").wait()
-        return bool(found)
 
     def _audit(self, part: InitBucket, name: str, *, wrote: bool) -> None:
         entry = self._touches.setdefault((part, self._applying or name), [0, False])
