@@ -148,7 +148,8 @@ def operations() -> list[str]:
 def _operations_with_kernel(key: str) -> list[str]:
     names = {full.removeprefix("zoo::").partition(".")[0] for full in torch._C._dispatch_get_all_op_names()
              if full.startswith("zoo::")}  # fmt: skip
-    return sorted(n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(f"zoo::{n}", key))
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return sorted(n for n in names if has(f"zoo::{n}", key) or has(f"zoo::{n}", "CompositeExplicitAutograd"))
 
 
 def why_not() -> str | None:

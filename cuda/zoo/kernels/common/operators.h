@@ -97,6 +97,16 @@ class Operators {
     library_.impl(schema.substr(0, schema.find('(')).c_str(), torch::dispatch(key, function));
   }
 
+#if !defined(ZOO_CUDA)
+  // One that is made of other operators, which find the kernels of their tensors' device: once, for all devices.
+  template <class Function>
+  void of_operators(const std::string& schema, Function* function) {
+    library_.def(schema.c_str());
+    library_.impl(schema.substr(0, schema.find('(')).c_str(),
+                  torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, function));
+  }
+#endif
+
  private:
   torch::Library& library_;
 };

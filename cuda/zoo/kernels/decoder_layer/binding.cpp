@@ -110,12 +110,12 @@ at::Tensor after_cache(const at::Tensor& x, const at::Tensor& q, const at::Tenso
 }  // namespace
 
 ZOO_OPERATORS(define) {
-  define(
+  define.of_operators(
       "decoder_before_cache(Tensor x, Tensor norm, float eps, bool plus_one, Tensor[] weights, Tensor[] biases, "
       "int[] codes, Tensor[] head_norms, float[] head_eps, bool heads_plus_one, Tensor cos, Tensor sin, "
       "Tensor(a!)? keys, Tensor(b!)? values, Tensor? places, int heads, int groups) -> Tensor",
       before_cache);
-  define(
+  define.of_operators(
       "decoder_after_cache(Tensor x, Tensor q, Tensor keys, Tensor values, Tensor? mask, float scale, Tensor[] out, "
       "Tensor[] out_bias, int[] out_codes, Tensor norm, float eps, bool plus_one, Tensor[] gate_up, "
       "Tensor[] gate_up_biases, int[] gate_up_codes, str activation, Tensor[] down, Tensor[] down_bias, "
