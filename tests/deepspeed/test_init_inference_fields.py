@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,8 +275,32 @@ def test_graphs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_streaming_is_refused_with_the_way_out(stage: int) -> None:
-    refused(NotImplementedError, "deepspeed.initialize with zero_optimization of stage 3", zero={"stage": stage})
+def test_streaming_is_from_nvme_alone(stage: int) -> None:
+    refused(NotImplementedError, "weights are streamed from NVMe alone, with stage 3 and", zero={"stage": stage})
+    refused(ConfigError, "nvme_path is not given", zero={"stage": 3, "offload_param": {"device": "nvme"}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_layers_are_read_from_nvme(dtype: torch.dtype, tmp_path: Path, said: list[str]) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": True}
+    right = words(deepspeed.init_inference(model_of("Llama", num_hidden_layers=4), **options))
+    offload = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 9000 if dtype is torch.float32 else 16_000}
+    model = model_of("Llama", num_hidden_layers=4)
+    engine = deepspeed.init_inference(model, **options, zero={"stage": 3, "offload_param": offload})
+    assert len(engine.streamed.pinned) == 1
+    assert len(engine.streamed.streamed) == 3
+    assert torch.equal(words(engine), right)
+    read = engine.streamed.bytes_read
+    assert torch.equal(words(engine), right)
+    assert engine.streamed.bytes_read > read
+    engine.destroy()
+    assert not list(tmp_path.iterdir())
+    assert torch.equal(words(model), right)
+    all_of_it = {**offload, "max_in_cpu": 10**6}
+    engine = deepspeed.init_inference(model, dtype=dtype, zero={"stage": 3, "offload_param": all_of_it})
+    assert engine.streamed.streamed == ()
+    deepspeed.init_inference(model_of("Llama"), **FP32, zero={"stage": 3, "offload_param": {"device": "cpu"}})
+    assert any("offload_param to the CPU is unnecessary" in one for one in said)
 
 
 def test_stage_0_is_not() -> None:

@@ -196,7 +196,7 @@ def stream(
     layers = find_blocks(model, blocks, "zoo.inference.stream")
     _check(model, budget_bytes, ahead, weights)
     shared = _shared(model, layers)
-    sizes = {name: _file_bytes(_own(module, shared)) for name, module in layers.items()}
+    sizes = layer_bytes(model, blocks)
     buffers = ahead if sum(sizes.values()) > budget_bytes else 0
     left = budget_bytes - buffers * max(sizes.values())
     if left < 0:
@@ -232,6 +232,13 @@ def stream(
     done.pinned = tuple(pinned)
     done.begin()
     return done
+
+
+def layer_bytes(model: nn.Module, blocks: Sequence[str] | None = None) -> dict[str, int]:
+    """What each layer of a model takes in a buffer, or in a file."""
+    layers = find_blocks(model, blocks, "zoo.inference.stream")
+    shared = _shared(model, layers)
+    return {name: _file_bytes(_own(module, shared)) for name, module in layers.items()}
 
 
 def _kept(sizes: Mapping[str, int], num_bytes: int) -> set[str]:

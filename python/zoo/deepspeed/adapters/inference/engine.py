@@ -15,17 +15,18 @@ from zoo.deepspeed.adapters import asserting, told_as
 from zoo.deepspeed.adapters.accelerator.real_accelerator import get_accelerator
 from zoo.deepspeed.adapters.inference import codes, ranks, weights
 from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig
-from zoo.deepspeed.adapters.inference.fates import check, check_model, is_trained
+from zoo.deepspeed.adapters.inference.fates import check, check_model, is_trained, streams
 from zoo.deepspeed.adapters.inference.lengths import check_lengths, check_memory
 from zoo.deepspeed.adapters.utilities.logs import logger, warning_once
+from zoo.inference import Streamed, layer_bytes, stream
 from zoo.inject import Injection, detach, inject
 from zoo.tensor.agreement import all_or_none
 
 
 class InferenceEngine(nn.Module):
     """A module whose one child is ``module``, the model, changed in place: cast, cut over ranks, filled, packed into
-    codes, injected; in this order, and each only where the settings say so. What the engine does not have itself is
-    looked up in the model.
+    codes, injected, streamed; in this order, and each only where the settings say so. What the engine does not have
+    itself is looked up in the model.
 
     Ranks that share a model go on from the random state of the first one, so that they draw the same tokens.
 
@@ -40,7 +41,7 @@ class InferenceEngine(nn.Module):
         module: the model. config: ``config.config``, or the model's configuration. mp_group: the ranks with the other
             parts of it, None for a whole one. mpu: as given.
         injection: which layers have fast forwards, and why others have not; None where none has, or none was asked for.
-        not_packed: linear layers that are no codes, and why.
+        not_packed: linear layers that are no codes, and why. streamed: which layers are read from NVMe; None: none.
 
     Raises:
         ValueError: what cannot work; before anything of the model has changed, but for files that cannot be read.
@@ -74,6 +75,7 @@ class InferenceEngine(nn.Module):
             model.eval()
         if config.replace_with_kernel_inject:
             self._inject()
+        self.streamed = _streamed(model, config) if streams(config) else None
         self.training = model.training
         self.config = config.config if config.config is not None else getattr(model, "config", None)
 
@@ -129,7 +131,11 @@ class InferenceEngine(nn.Module):
         return self._is_compiled
 
     def destroy(self) -> None:
-        """Take fast layers out again, and stop timing. The model computes as before; parts, codes and dtype stay."""
+        """Take fast layers out again, bring streamed ones back, and stop timing. The model computes as before; parts,
+        codes and dtype stay."""
+        if self.streamed is not None:
+            self.streamed.close()
+            self.streamed = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -173,6 +179,14 @@ class InferenceEngine(nn.Module):
             raise ConfigError("model profiling is not enabled: call profile_model_time() before the forwards.")
         found, self._model_times = self._model_times, []
         return found
+
+
+def _streamed(model: nn.Module, config: DeepSpeedInferenceConfig) -> Streamed:
+    """``max_in_cpu`` numbers stay in memory, and two buffers; at most all of them."""
+    offload: Any = config.zero.offload_param
+    sizes = layer_bytes(model)
+    each = 1 if config.dtype is torch.int8 else config.dtype.itemsize
+    return stream(model, offload.nvme_path, budget_bytes=offload.max_in_cpu * each + 2 * max(sizes.values()))
 
 
 def _make(engine: InferenceEngine) -> None:

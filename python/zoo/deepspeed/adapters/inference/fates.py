@@ -43,12 +43,7 @@ def check(settings: DeepSpeedInferenceConfig) -> None:
             "init_inference(enable_cuda_graph=True): forwards are not captured; leave it out, and call "
             'engine.compile(compile_kwargs={"mode": "reduce-overhead"}), which captures them.'
         )
-    if int(settings.zero.stage or 0):
-        raise NotImplementedError(
-            f"init_inference(zero={{'stage': {int(settings.zero.stage)}}}): weights are not streamed here. "
-            "deepspeed.initialize with zero_optimization of stage 3, and offload_param where they do not fit, gives an "
-            "engine whose forwards gather them layer by layer; leave zero out here."
-        )
+    _check_zero(settings)
     if settings.replace_with_kernel_inject and settings.injection_policy:
         raise ConfigError(
             "Cannot use both user specified injection policy and kernel injection: replace_with_kernel_inject=True "
@@ -62,6 +57,25 @@ def check(settings: DeepSpeedInferenceConfig) -> None:
             "the prompt; raise max_out_tokens."
         )
     _check_quant(settings, tp)
+
+
+def _check_zero(settings: DeepSpeedInferenceConfig) -> None:
+    stage, offload = int(settings.zero.stage or 0), settings.zero.offload_param
+    device = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    if stage == 0:
+        return
+    if stage == 3 and device == "nvme":
+        if offload is None or offload.nvme_path is None:
+            raise ConfigError("zero.offload_param.device is nvme, and nvme_path is not given; name a folder.")
+        return
+    if stage == 3 and device == "cpu" and get_accelerator().device_name().startswith("cpu"):
+        warning_once("init_inference(zero=...): offload_param to the CPU is unnecessary: the model is there.")
+        return
+    raise NotImplementedError(
+        f"init_inference(zero={{'stage': {stage}}}) with offload_param to {device}: weights are streamed from NVMe "
+        "alone, with stage 3 and offload_param={'device': 'nvme', 'nvme_path': folder, 'max_in_cpu': numbers kept}. "
+        "keep_module_on_host=True leaves the model on the host; tensor_parallel cuts it."
+    )
 
 
 def _check_quant(settings: DeepSpeedInferenceConfig, tp: int) -> None:
@@ -96,6 +110,13 @@ def _check_quant(settings: DeepSpeedInferenceConfig, tp: int) -> None:
         )
     if (packs or by_name) and _saves(settings):
         raise ConfigError("save_mp_checkpoint_path saves weights, and codes are none; save with another dtype before.")
+
+
+def streams(settings: DeepSpeedInferenceConfig) -> bool:
+    """Whether layers are read from NVMe."""
+    offload = settings.zero.offload_param
+    on_nvme = offload is not None and getattr(offload.device, "value", offload.device) == "nvme"
+    return int(settings.zero.stage or 0) == 3 and on_nvme
 
 
 def _only_off(given: Any, default: Any) -> bool:
@@ -182,6 +203,7 @@ def _check_trained(model: nn.Module, settings: DeepSpeedInferenceConfig) -> None
     changes = [
         *([f"dtype={settings.dtype}"] if dtypes != {settings.dtype} else []),
         *(["tensor_parallel"] if cut else []),
+        *(["zero"] if streams(settings) else []),
         *(["moe"] if settings.moe.enabled and settings.moe.ep_size > 1 else []),
         *(["checkpoint"] if settings.checkpoint or more.checkpoint_dir else []),
         *(["quant.weight.post_init_quant"] if settings.quant.weight.post_init_quant else []),
