@@ -34,7 +34,10 @@ _SHAPES_OF_FILES = (
 _INTERNAL = "DeepSpeed keeps its own books with it; nothing of zoo's would use it."
 _ZENFLOW = "ZenFlow is not there; zero_optimization.update_in_backward is the nearest."
 _LORA = "there are no layers of its own for LoRA; those of peft train at every stage."
-_ROLLOUT = "generation during training goes through unwrap_model_for_generation; there is no engine of rollouts yet."
+_ROLLOUT = (
+    "deepspeed.runtime.rollout.HybridEngineRollout draws answers from the engine of initialize; it needs no engine of "
+    "another class."
+)
 _PINNED = "page-locked memory is zoo.io.BufferPool's."
 _TRANSFORMER = "there are no fused transformer layers yet; torch.nn.functional.scaled_dot_product_attention is fused."
 _EXPERTS_AND_FILES = "experts are a dimension of zoo's tensors in checkpoints, which fit any number of ranks."

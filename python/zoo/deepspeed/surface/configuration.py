@@ -45,6 +45,11 @@ def _settings(names: str) -> dict[str, Name | str]:
 
 _LINEAR = _settings("LoRAConfig QuantizationConfig")
 _ROLLOUT = _settings("RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig")
+_DRAWS = "zoo.deepspeed.adapters.inference.rollout"
+_HYBRID = Name(
+    f"{_DRAWS}:HybridEngineRollout",
+    "answers are drawn by place with a seed of torch's generator; no graphs are captured; rows end on their own.",
+)
 
 TABLE: Table = {
     "autotuning.utils": _settings("get_val_by_key set_val_by_key"),
@@ -52,9 +57,14 @@ TABLE: Table = {
     "linear": _LINEAR,
     "linear.config": _LINEAR,
     "profiling.config": _settings("DeepSpeedFlopsProfilerConfig"),
-    "runtime.rollout": _ROLLOUT,
+    "runtime.rollout": {
+        **_ROLLOUT, "HybridEngineRollout": _HYBRID, **_settings("HybridEngineRolloutConfig"),
+        "build_rollout": Name(f"{_DRAWS}:build_rollout", "the engine is \"hybrid_engine\"."),
+    },
     "runtime.rollout.base": _ROLLOUT,
-    "runtime.rollout.hybrid_engine_rollout": _settings("HybridEngineRolloutConfig"),
+    "runtime.rollout.hybrid_engine_rollout": {
+        **_settings("HybridEngineRolloutConfig"), "HybridEngineRollout": _HYBRID,
+    },
     "runtime.tensor_parallel": _settings("AUTOTP_MODE"),
     "runtime.tensor_parallel.config": _settings("AUTOTP_MODE TPConfig"),
     "": {

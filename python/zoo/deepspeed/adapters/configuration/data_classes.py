@@ -188,7 +188,7 @@ class HybridEngineRolloutConfig:
 
 
 class RolloutEngine(ABC):
-    """What draws answers for reinforcement learning: a program's own, since zoo has none yet."""
+    """What draws answers for reinforcement learning: ``HybridEngineRollout``, or a program's own."""
 
     name = "base"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,14 +13,15 @@ from torch import nn
 from zoo.config import ConfigError
 from zoo.deepspeed.adapters import asserting, told_as
 from zoo.deepspeed.adapters.accelerator.real_accelerator import get_accelerator
-from zoo.deepspeed.adapters.inference import codes, ranks, weights
 from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig
 from zoo.deepspeed.adapters.inference.fates import check, check_model, is_trained, streams
 from zoo.deepspeed.adapters.inference.lengths import check_lengths, check_memory
 from zoo.deepspeed.adapters.utilities.logs import logger, warning_once
-from zoo.inference import Streamed, layer_bytes, stream
-from zoo.inject import Injection, detach, inject
 from zoo.tensor.agreement import all_or_none
+
+if TYPE_CHECKING:
+    from zoo.inference import Streamed
+    from zoo.inject import Injection
 
 
 class InferenceEngine(nn.Module):
@@ -81,6 +82,8 @@ class InferenceEngine(nn.Module):
 
     def _inject(self) -> None:
         """Fast layers, where there are any."""
+        from zoo.inject import detach, inject  # zoo-kernels may be missing until somebody wants an engine
+
         detach(self.module)  # of an earlier engine
         try:
             self.injection = inject(self.module)
@@ -141,6 +144,8 @@ class InferenceEngine(nn.Module):
         self._hooks.clear()
         self.model_profile_enabled = False
         if self._injected:
+            from zoo.inject import detach
+
             detach(self.module)
             self._injected, self.injection = False, None
 
@@ -183,6 +188,8 @@ class InferenceEngine(nn.Module):
 
 def _streamed(model: nn.Module, config: DeepSpeedInferenceConfig) -> Streamed:
     """``max_in_cpu`` numbers stay in memory, and two buffers; at most all of them."""
+    from zoo.inference import layer_bytes, stream
+
     offload: Any = config.zero.offload_param
     sizes = layer_bytes(model)
     each = 1 if config.dtype is torch.int8 else config.dtype.itemsize
@@ -191,6 +198,8 @@ def _streamed(model: nn.Module, config: DeepSpeedInferenceConfig) -> Streamed:
 
 def _make(engine: InferenceEngine) -> None:
     """Everything but fast layers. Collective over the ranks that share the model."""
+    from zoo.deepspeed.adapters.inference import codes, ranks, weights
+
     model, config = engine.module, engine._config
     comm = ranks.ranks_of(config)
 
