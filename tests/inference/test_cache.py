@@ -87,6 +87,42 @@ def test_a_prompt_in_pieces_is_the_prompt(family: str, injected: bool) -> None:
             torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_cross_attention_reads_what_came(beams: int) -> None:
+    """Models read keys and values of a layer there, and the rest of its memory is no token."""
+    import transformers
+
+    sizes = {
+        f"{part}_{name}": size
+        for part in ("encoder", "decoder")
+        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))
+    }
+    config = transformers.BartConfig(vocab_size=97, d_model=32, **sizes)
+    torch.manual_seed(0)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape))
+    ids = torch.randint(3, 97, (2, 6))
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    cache = transformers.EncoderDecoderCache(Cache(config, 20), Cache(config, 20))
+    assert torch.equal(model.generate(ids, cache=cache, **options), model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_keys_of_a_layer_are_those_of_a_growing_cache(window: int | None) -> None:
+    config = MistralConfig(num_hidden_layers=1, sliding_window=window)
+    mine, right = Cache(config, 20), DynamicCache(config=config)
+    assert mine.layers[0].keys is None
+    for new in (2, 1, 4, 1, 1):
+        # Values of other heads and dims than keys, as some attentions have.
+        k, v = torch.randn(2, 3, new, 4), torch.randn(2, 1, new, 5)
+        mine.update(k, v, 0)
+        right.update(k, v, 0)
+        for name in ("keys", "values"):
+            assert torch.equal(getattr(mine.layers[0], name), getattr(right.layers[0], name))
+
+
 def test_tokens_can_be_taken_back() -> None:
     model = model_of("Llama")
     ids = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(0))
@@ -121,6 +157,9 @@ def test_what_cannot_be_is_told() -> None:
     for room in (0, -1, 2.0, "8"):
         with pytest.raises(ValueError, match="must be a whole number of tokens"):
             Cache(model.config, room)  # type: ignore[arg-type]
+    for wrong in ({"rows": -2, "room": 8}, {"rows": 2, "room": 8.5}):
+        with pytest.raises(ValueError, match="must be a whole number, at least 1"):
+            forecast(model, **wrong)  # type: ignore[arg-type]
     config = LlamaConfig(num_hidden_layers=2)
     config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(ValueError, match="LlamaConfig has layers of chunked_attention"):

@@ -40,6 +40,50 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
 
 
+ALONE: dict[str, tuple[dict[str, Any], str]] = {
+    "GPTNeo": (
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+        r"hides keys by a mask of its own \(transformer\.h\.1\.attn\.attention\.bias\)",
+    ),
+    "TrOCR": (
+        {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
+        "cannot be told the positions of tokens",
+    ),
+    "Bloom": ({"n_layer": 2, "n_head": 4}, "cannot be told the positions of tokens"),
+    "Falcon": ({"head_dim": None, "alibi": True, "new_decoder_architecture": False}, "adds ALiBi"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ALONE)
+def test_models_whose_rows_need_one_length_take_one_slot(family: str) -> None:
+    options, why = ALONE[family]
+    model = model_of(family, attn_implementation="eager", **options)
+    prompts = some_prompts([5, 1, 9, 3, 7])
+    right = [model.generate(p[None], max_new_tokens=8, do_sample=False)[0, len(p) :] for p in prompts]
+    found = generate(model, prompts, max_new_tokens=8, slots=1)
+    assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+    assert torch.equal(generate(model, prompts[2:3], max_new_tokens=8)[0], right[2])
+    with pytest.raises(ValueError, match=f"{why}.*give slots=1"):
+        generate(model, prompts, max_new_tokens=8)
+
+
+def test_models_that_keep_nothing_or_have_an_encoder_are_told() -> None:
+    import transformers
+
+    small = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+    nothing = transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(vocab_size=97, **small)).eval()
+    with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel keeps not every layer's tokens in the cache"):
+        generate(nothing, some_prompts([3]), max_new_tokens=2)
+    sizes = {
+        f"{part}_{name}": size
+        for part in ("encoder", "decoder")
+        for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 8))
+    }
+    config = transformers.BartConfig(vocab_size=97, d_model=16, **sizes)
+    with pytest.raises(ValueError, match="BartForConditionalGeneration has an encoder"):
+        generate(transformers.BartForConditionalGeneration(config).eval(), some_prompts([3]), max_new_tokens=2)
+
+
 def invariant(bits: int, dtype: torch.dtype) -> Any:
     if (bits, dtype) not in MODELS:
         model = model_of("Llama", dtype, hidden_size=64, intermediate_size=96, head_dim=16)
@@ -84,6 +128,18 @@ def test_equal_prompts_draw_different_tokens() -> None:
     assert generate(model, [], max_new_tokens=3) == []
 
 
+def test_prompts_and_ends_of_other_kinds() -> None:
+    model, prompts = invariant(16, torch.float32), some_prompts([4, 6])
+    right = generate(model, prompts, max_new_tokens=5, end=[])
+    last = right[0][-1]
+    found = generate(model, [p.tolist() for p in prompts], max_new_tokens=5, end=[])
+    assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+    for end in (last, last[None], last.numpy()[()], [last], int(last)):
+        found = generate(model, [p.int() for p in prompts], max_new_tokens=5, end=end)  # type: ignore[arg-type]
+        assert all(torch.equal(one, other[: len(one)]) for one, other in zip(found, right, strict=True))
+        assert found[0][-1] == last
+
+
 def test_a_short_row_is_not_touched_by_what_was_in_its_slot() -> None:
     """An infinite number that a longer row left behind must not come back through a mask."""
     model = invariant(16, torch.float32)
@@ -103,6 +159,11 @@ def test_what_cannot_be_is_told_before_anything_is_computed() -> None:
         ({"max_new_tokens": 2, "slots": 0}, "slots=0"),
         ({"max_new_tokens": 2, "room": 7}, "room=7, and prompt 1 has 6 tokens and gets 2 more; it must be at least 8"),
         ({"max_new_tokens": 2, "sequences": [1]}, "2 prompts and 1 sequences"),
+        ({"max_new_tokens": 2, "sequences": [1, 2**31]}, "sequences has 2147483648"),
+        ({"max_new_tokens": 2, "room": 9.0}, r"room=9\.0; it must be a whole number"),
+        ({"max_new_tokens": 2, "sampling": 0.7}, r"sampling=0\.7; it must be a zoo\.inference\.Sampling"),
+        ({"max_new_tokens": 2, "end": "</s>"}, "end='</s>'; it must be a token id, or several"),
+        ({"max_new_tokens": 2, "end": [1.5]}, "it must be a token id, or several"),
     ]:
         with pytest.raises(ValueError, match=match):
             generate(model, prompts, **wrong)  # type: ignore[arg-type]
@@ -110,6 +171,15 @@ def test_what_cannot_be_is_told_before_anything_is_computed() -> None:
         generate(model, [prompts[0], torch.zeros(0, dtype=torch.int64)], max_new_tokens=2)
     with pytest.raises(ValueError, match="prompt 0 has shape"):
         generate(model, [prompts[0][None]], max_new_tokens=2)
+    for ids, match in [
+        ([5, 97], "prompt 1 has the token 97; the model has 97, from 0 on"),
+        ([5, -1], "prompt 1 has the token -1; the model has 97"),
+        ([5.5, 7.0], r"prompt 1 is torch\.float32; token ids are whole numbers"),
+        (torch.tensor([True]), r"prompt 1 is torch\.bool; token ids are whole numbers"),
+        ("words", "prompt 1 is 'words'; it must be token ids: call the tokenizer"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            generate(model, [prompts[0], ids], max_new_tokens=2)  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
         generate(model.train(), prompts, max_new_tokens=2)
     with pytest.raises(ValueError, match="no causal model of transformers"):

@@ -103,6 +103,25 @@ def test_what_cannot_be_is_told() -> None:
         Sampling().pick(torch.zeros(2, 3), one, one)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5}])
+def test_rows_without_probabilities_and_places_out_of_range_are_told(options: dict[str, Any]) -> None:
+    one, sampling = torch.zeros(2, dtype=torch.int64), Sampling(**options)
+    for wrong in (math.nan, math.inf):
+        logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, wrong, 2.0]])
+        with pytest.raises(ValueError, match=f"the greatest logit of row 1 is {wrong}: there are no probabilities"):
+            sampling.pick(logits, one, one)
+    with pytest.raises(ValueError, match="the greatest logit of row 0 is -inf"):
+        sampling.pick(torch.full((2, 3), -math.inf), one, one)
+    for places in ((one - 1, one), (one + 2**31, one), (one, one - 1), (one, one + 2**31)):
+        with pytest.raises(ValueError, match=r"must be a whole number from 0 to 2\^31 - 1"):
+            sampling.pick(torch.zeros(2, 3), *places)
+    # A low temperature is the most likely token.
+    logits = torch.tensor([[-5.0, -math.inf, -3.0, -4.0], [0.0, 1.0, 3.0, 2.0]])
+    for temperature in (1e-30, 1e-300, 1e-310, 5e-324):
+        picked = Sampling(temperature=temperature, **options).pick(logits, one, one)
+        assert picked.tolist() == [2, 2]
+
+
 def test_generate_of_transformers_draws_the_same_tokens() -> None:
     model = model_of("Llama", torch.float64)
     prompts = some_prompts([4, 4, 4])

@@ -32,7 +32,8 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **options: Any) ->
     """With random weights, the same ones each time, norms and biases too."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**SIZES | options)
+    sizes = {name: value for name, value in (SIZES | options).items() if name != "head_dim" or value is not None}
+    config = getattr(transformers, f"{family}Config")(**sizes)
     config._attn_implementation = options.get("attn_implementation", "sdpa")
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().to(dtype)

@@ -69,7 +69,9 @@ def test_what_cannot_be_codes_is_told_before_anything_changes() -> None:
     model = Tied()
     with pytest.raises(ValueError, match="'nothing' fits none of the linear layers first"):
         pack_linears(model, leave_out=["nothing"])
-    for options in ({"bits": 3}, {"group_size": 24}, {"group_size": 0}):
+    with pytest.raises(ValueError, match=r"it must be a list of patterns, such as \['\*head'\]"):
+        pack_linears(model, leave_out="*head")
+    for options in ({"bits": 3}, {"group_size": 24}, {"group_size": 0}, {"bits": 8.0}, {"group_size": 32.0}):
         with pytest.raises(ValueError, match="bits are 8 or 4, a group a multiple of 16"):
             pack_linears(model, **options)  # type: ignore[arg-type]
     with torch.no_grad():
@@ -81,6 +83,13 @@ def test_what_cannot_be_codes_is_told_before_anything_changes() -> None:
         pack_linears(nn.Linear(32, 32))
     with pytest.raises(ValueError, match="It has no linear layers"):
         pack_linears(nn.Embedding(3, 4))
+
+
+def test_a_bias_that_is_not_trained_is_not_trained_as_codes() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].requires_grad_(False)
+    pack_linears(model)
+    assert [bool(layer.bias.requires_grad) for layer in model] == [False, True]  # type: ignore[union-attr]
 
 
 def test_weights_that_others_read_stay() -> None:

@@ -35,6 +35,17 @@ def windows_of(config: Any) -> list[int | None]:
     return [window if kind == SLIDING else None for kind in kinds]
 
 
+def check_numbers(**numbers: int) -> None:
+    """Of things.
+
+    Raises:
+        ValueError: one is not a whole number, or below 1.
+    """
+    for name, value in numbers.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r}; it must be a whole number, at least 1.")
+
+
 @torch.no_grad()
 def forecast(model: nn.Module, *, rows: int, room: int) -> int:
     """Bytes of a cache of this model before it is there, on this rank.
@@ -45,7 +56,11 @@ def forecast(model: nn.Module, *, rows: int, room: int) -> int:
     Args:
         model: of transformers.
         rows, room: of sequences; of tokens, prompt included.
+
+    Raises:
+        ValueError: a number below 1; layers that are neither of full nor of sliding attention.
     """
+    check_numbers(rows=rows, room=room)
     config: Any = model.config
     probe = Cache(config, 1, keep_all=True)
     device = next(model.parameters()).device
@@ -79,28 +94,42 @@ class Cache(cache_utils.Cache):
     def num_bytes(self) -> int:
         """That are allocated."""
         layers: Any = self.layers
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
+        return sum(one.nbytes for layer in layers if layer.is_initialized for one in layer.memory)
 
 
 class _Placed(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """What full and sliding layers have in common. length: tokens that came."""
+    """What full and sliding layers have in common. length: tokens that came. memory: of keys and of values."""
 
     is_compileable = False
     is_croppable = True
-    keys: Any
-    values: Any
+    memory: tuple[Tensor, Tensor]
 
     def __init__(self, room: int, size: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.room, self.size, self.length = room, size, 0
+        # Not that of the base, which sets keys and values.
+        self.room, self.size, self.length, self.is_initialized = room, size, 0, False
+
+    def kept(self) -> slice:
+        """Where the tokens lie that a next one sees."""
+        return slice(0, self.length)
+
+    @property
+    def keys(self) -> Any:  # type: ignore[override]
+        """Those of the tokens that are kept, as a layer of transformers has them: models read them for
+        cross-attention. None before any came."""
+        return self.memory[0][:, :, self.kept()] if self.is_initialized else None
+
+    @property
+    def values(self) -> Any:  # type: ignore[override]
+        """As :attr:`keys`."""
+        return self.memory[1][:, :, self.kept()] if self.is_initialized else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate."""
-        rows, heads = key_states.shape[:2]
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_empty(rows, heads, self.size, key_states.shape[3])
-        self.values = value_states.new_empty(rows, heads, self.size, value_states.shape[3])
-        self.is_initialized = True
+        keys, values = (
+            one.new_empty(*one.shape[:2], self.size, one.shape[3]) for one in (key_states, value_states)
+        )  # fmt: skip
+        self.memory, self.is_initialized = (keys, values), True
 
     def _admit(self, key_states: Tensor, value_states: Tensor) -> int:
         """How many tokens there are with the new ones."""
@@ -120,9 +149,9 @@ class _Placed(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"the cache has room for {self.room} tokens a row; {self.length} are in it and {tokens} come. Make it "
                 "with more room, or generate fewer tokens."
             )
-        if rows != self.keys.shape[0]:
+        if rows != len(self.memory[0]):
             raise ValueError(
-                f"the cache has {self.keys.shape[0]} rows and {rows} come, whatever is reset: make another cache."
+                f"the cache has {len(self.memory[0])} rows and {rows} come, whatever is reset: make another cache."
             )
         return length
 
@@ -141,13 +170,13 @@ class _Placed(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row several times."""
         if self.is_initialized:
-            self.keys = self.keys.repeat_interleave(repeats, 0)
-            self.values = self.values.repeat_interleave(repeats, 0)
+            keys, values = self.memory
+            self.memory = keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """These rows."""
         if self.is_initialized:
-            self.keys, self.values = self.keys[indices], self.values[indices]
+            self.memory = self.memory[0][indices], self.memory[1][indices]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows become these rows."""
@@ -168,24 +197,27 @@ class _Full(_Placed):  # type: ignore[no-untyped-call]
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Write what comes; all that is there."""
         begin, length = self.length, self._admit(key_states, value_states)
-        self.keys[:, :, begin:length], self.values[:, :, begin:length] = key_states, value_states
+        self.memory[0][:, :, begin:length], self.memory[1][:, :, begin:length] = key_states, value_states
         self.length = length
-        return self.keys[:, :, :length], self.values[:, :, :length]
+        return self.keys, self.values
 
     def place(self, rows: int, tokens: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Where the next tokens go: keys, values, places. Who has written them there calls :meth:`placed`. None: they
         have to come by :meth:`update`."""
-        if not self.is_initialized or self.keys.shape[1:4:2] != (heads, dim) or self.keys.dtype is not like.dtype:
+        if not self.is_initialized:
             return None
-        if not (self.keys.is_contiguous() and self.values.is_contiguous() and self.values.shape == self.keys.shape):
+        keys, values = self.memory
+        if keys.shape[1:4:2] != (heads, dim) or keys.dtype is not like.dtype:
+            return None
+        if not (keys.is_contiguous() and values.is_contiguous() and values.shape == keys.shape):
             return None
         length = self._length_with(rows, tokens)
-        return self.keys, self.values, torch.arange(self.length, length, device=like.device)[None]
+        return keys, values, torch.arange(self.length, length, device=like.device)[None]
 
     def placed(self, tokens: int) -> tuple[Tensor, Tensor]:
         """They are there; all that is there."""
         self.length += tokens
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys, the place of the first of them)."""
@@ -207,6 +239,10 @@ class _Window(_Placed):  # type: ignore[no-untyped-call]
         super().__init__(room, min(room, 2 * window))
         self.window, self.sliding_window, self.begin = window, window, 0
 
+    def kept(self) -> slice:
+        """See the base."""
+        return slice(self.begin, self.begin + self._kept())
+
     def _kept(self) -> int:
         return min(self.length, self.window - 1)
 
@@ -215,7 +251,7 @@ class _Window(_Placed):  # type: ignore[no-untyped-call]
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Write what comes; what was kept, and that."""
         length, kept, new = self._admit(key_states, value_states), self._kept(), key_states.shape[2]
-        own, more = (self.keys, self.values), (key_states, value_states)
+        own, more = self.memory, (key_states, value_states)
         if kept + new > self.size:  # more than there is memory for, and more than is kept
             whole = [
                 torch.cat([one[:, :, self.begin : self.begin + kept], two], 2)
@@ -235,7 +271,7 @@ class _Window(_Placed):  # type: ignore[no-untyped-call]
         seen = slice(self.begin, end)
         self.length = length
         self.begin = end - self._kept()
-        return self.keys[:, :, seen], self.values[:, :, seen]
+        return own[0][:, :, seen], own[1][:, :, seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys, the place of the first of them)."""

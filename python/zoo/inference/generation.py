@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from zoo.inference.cache import Cache
-from zoo.inference.sampling import Sampling
+from zoo.inference.cache import Cache, check_numbers
+from zoo.inference.sampling import Sampling, check_places
 from zoo.inference.slots import Slots, Step
 
 Tensor = torch.Tensor
@@ -31,11 +33,12 @@ def generate(
     Args:
         model: a causal model of transformers, in eval mode, of full or sliding attention; injected
             (:func:`zoo.inject.inject`) or not.
-        prompts: token ids, 1-D.
+        prompts: token ids, whole numbers below the size of the vocabulary, 1-D.
         max_new_tokens: for each prompt.
         sampling: how tokens are drawn; :data:`GREEDY`: the most likely one.
         end: tokens that end a row; None: those of ``model.generation_config``.
-        slots: rows of the cache.
+        slots: rows of the cache. With 1 there are models that need it: those that are told no positions, that add
+            ALiBi to scores, or that hide keys by masks of their own, which count from the longest row.
         room: tokens of a row of the cache, prompt included; None: what the longest prompt needs.
         sequences: the number of each prompt's sequence, for ``sampling``; None: 0, 1, ...
 
@@ -43,11 +46,13 @@ def generate(
         For each prompt, in their order, (n,) int64, n <= max_new_tokens, with the token that ended it.
 
     Raises:
-        ValueError: the model trains, is of another kind, or a prompt is empty or has no room; before anything is
-            computed.
+        ValueError: the model trains, is of another kind, or needs ``slots=1``; a prompt is empty, has no room, or other
+            ids; before anything is computed. A model that keeps nothing in the cache, after its first prompt.
     """
-    ids = [torch.as_tensor(prompt, dtype=torch.int64) for prompt in prompts]
-    _check(model, ids, max_new_tokens, slots)
+    _check(model, max_new_tokens=max_new_tokens, slots=slots, room=1 if room is None else room)
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling={sampling!r}; it must be a zoo.inference.Sampling.")
+    ids, ends = _ids(model, prompts), _ends(model, end)
     if not ids:
         return []
     needed = max(len(one) for one in ids) + max_new_tokens
@@ -58,20 +63,26 @@ def generate(
             f"room={room}, and prompt {longest} has {len(ids[longest])} tokens and gets {max_new_tokens} more; "
             f"it must be at least {needed}."
         )
-    names = list(range(len(ids))) if sequences is None else list(sequences)
+    names = list(range(len(ids))) if sequences is None else [operator.index(one) for one in sequences]
     if len(names) != len(ids):
         raise ValueError(f"there are {len(ids)} prompts and {len(names)} sequences; give one for each, or none.")
-    run = _Run(model, Slots(_config(model), min(slots, len(ids)), room), sampling, _ends(model, end), max_new_tokens)
+    check_places("sequences", names)
+    rows, why = min(slots, len(ids)), _one_at_a_time(model)
+    if why and rows > 1:
+        raise ValueError(f"{why}, so that rows of several lengths cannot be computed together; give slots=1.")
+    run = _Run(model, Slots(_config(model), rows, room), sampling, ends, max_new_tokens, masked=not why)
     return run.all(ids, names)
 
 
 class _Run:
-    """One call of :func:`generate`. rows: of each slot in use, (prompt, its sequence)."""
+    """One call of :func:`generate`. rows: of each slot in use, (prompt, its sequence). masked: a mask says what each
+    row sees; else there is one row, which sees all."""
 
     def __init__(
-        self, model: nn.Module, slots: Slots, sampling: Sampling, ends: set[int], max_new_tokens: int
+        self, model: nn.Module, slots: Slots, sampling: Sampling, ends: set[int], max_new_tokens: int, *, masked: bool
     ) -> None:  # fmt: skip
         self.model, self.slots, self.sampling, self.ends, self.most = model, slots, sampling, ends, max_new_tokens
+        self.masked = masked or set(slots.windows) != {None}
         self.config = _config(model)
         self.how = getattr(self.config, "_attn_implementation", "sdpa")
         self.last_only: dict[str, Any] = {}
@@ -97,6 +108,12 @@ class _Run:
     def _begin(self, prompt: Tensor, index: int, name: int) -> None:
         cache = Cache(self.config, len(prompt), keep_all=True)  # later a mask says what sliding layers see
         logits = self._forward(prompt[None], cache, position_ids=torch.arange(len(prompt), device=prompt.device)[None])
+        layers: Any = cache.layers
+        if any(layer.length != len(prompt) for layer in layers):
+            raise ValueError(
+                f"{type(self.model).__name__} keeps not every layer's tokens in the cache that it is given; let "
+                "transformers generate with it."
+            )
         if self._take(index, int(self._picked(logits, [(index, name)])[0])):
             return
         self.slots.admit(cache)
@@ -125,6 +142,8 @@ class _Run:
         return self.sampling.pick(logits, sequences, torch.tensor([len(self.tokens[index]) for index, _ in rows]))
 
     def _mask(self, step: Step) -> Any:
+        if not self.masked:
+            return None
         masks = step.masks(self.dtype, added=self.how == "eager")
         kinds = dict(zip(getattr(self.config, "layer_types", None) or [], self.slots.windows, strict=False))
         if len(set(self.slots.windows)) == 1:
@@ -142,25 +161,71 @@ def _config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def _ids(model: nn.Module, prompts: Sequence[Tensor | Sequence[int]]) -> list[Tensor]:
+    """Prompts as int64.
+
+    Raises:
+        ValueError: not 1-D, empty, or of other numbers than ids of tokens.
+    """
+    found: list[Tensor] = []
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    words = max(getattr(_config(model), "vocab_size", None) or 0, getattr(embedding, "num_embeddings", 0))
+    for index, prompt in enumerate(prompts):
+        try:
+            one = torch.as_tensor(prompt)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"prompt {index} is {prompt!r}; it must be token ids: call the tokenizer.") from error
+        if one.dim() != 1 or len(one) == 0:
+            raise ValueError(f"prompt {index} has shape {tuple(one.shape)}; it must be 1-D, with at least one token.")
+        if one.is_floating_point() or one.is_complex() or one.dtype is torch.bool:
+            raise ValueError(f"prompt {index} is {one.dtype}; token ids are whole numbers.")
+        least, most = int(one.min()), int(one.max())
+        if least < 0 or (words and most >= words):
+            raise ValueError(
+                f"prompt {index} has the token {least if least < 0 else most}; the model has {words}, from 0 on."
+            )
+        found.append(one.to(torch.int64))
+    return found
+
+
 def _ends(model: nn.Module, end: int | Iterable[int] | None) -> set[int]:
     if end is None:
         end = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return set() if end is None else {end} if isinstance(end, int) else {int(token) for token in end}
+    if end is None:
+        return set()
+    try:
+        several: Any = end.reshape(-1).tolist() if isinstance(end, Tensor) else end
+        return {operator.index(token) for token in (several if isinstance(several, Iterable) else [several])}
+    except TypeError as error:
+        raise ValueError(f"end={end!r}; it must be a token id, or several.") from error
 
 
-def _check(model: nn.Module, ids: list[Tensor], max_new_tokens: int, slots: int) -> None:
+def _one_at_a_time(model: nn.Module) -> str:
+    """Why rows of several lengths cannot be computed together; "": they can."""
+    # Of a wrapper what is inside: it hands all arguments on.
+    inner: nn.Module = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+    known, name = inspect.signature(type(inner).forward).parameters, type(inner).__name__
+    if "position_ids" not in known:
+        return f"{name} cannot be told the positions of tokens"
+    if getattr(_config(model), "alibi", False):
+        return f"{name} adds ALiBi to scores, and makes it of masks of another kind"
+    for path, buffer in model.named_buffers():
+        plain = buffer.dtype is torch.bool and buffer.dim() == 4 and buffer.shape[2] == buffer.shape[3]
+        if plain and not bool(buffer[..., 0].all()):
+            return f"{name} hides keys by a mask of its own ({path}), which counts from the longest row"
+    return ""
+
+
+def _check(model: nn.Module, **numbers: int) -> None:
     if not hasattr(model, "config") or not hasattr(model, "generate"):
         raise ValueError(
             f"{type(model).__name__} is no causal model of transformers, which has a config and generates."
         )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} has an encoder; zoo.inference.generate is for decoders alone.")
     if model.training:
         raise ValueError("the model is in training mode, with dropout; call model.eval() first.")
-    for name, value in (("max_new_tokens", max_new_tokens), ("slots", slots)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value!r}; it must be a whole number, at least 1.")
+    check_numbers(**numbers)
     how = getattr(_config(model), "_attn_implementation", "sdpa")
     if how not in ("sdpa", "eager"):
         raise ValueError(f"attn_implementation is {how!r}; zoo.inference.generate knows the masks of sdpa and eager.")
-    for index, one in enumerate(ids):
-        if one.dim() != 1 or len(one) == 0:
-            raise ValueError(f"prompt {index} has shape {tuple(one.shape)}; it must be 1-D, with at least one token.")

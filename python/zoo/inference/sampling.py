@@ -61,6 +61,10 @@ class Sampling:
 
         Returns:
             (B,) int64. What a row gets depends on its logits, its sequence and its position alone.
+
+        Raises:
+            ValueError: shapes or places that cannot be; the greatest logit of a row is no number, and it is not the
+                most likely token that is asked for.
         """
         if logits.dim() != 2 or not (len(logits) == len(sequences) == len(positions)):
             raise ValueError(
@@ -69,11 +73,21 @@ class Sampling:
             )
         if self.temperature == 0:
             return logits.argmax(-1)
-        rows = zip(logits, sequences.tolist(), positions.tolist(), strict=True)
+        names, drawn = sequences.tolist(), positions.tolist()
+        check_places("sequences", names)
+        check_places("positions", drawn)
+        for row, greatest in enumerate(logits.amax(-1).tolist()):
+            if not math.isfinite(greatest):
+                raise ValueError(
+                    f"the greatest logit of row {row} is {greatest}: there are no probabilities to draw from."
+                )
+        rows = zip(logits, names, drawn, strict=True)
         return torch.stack([self._pick(row, sequence, position) for row, sequence, position in rows])
 
     def _pick(self, logits: Tensor, sequence: int, position: int) -> Tensor:
         z = logits.double() / self.temperature
+        if not math.isfinite(z.max()):  # the temperature is that low
+            z = (logits.double() - logits.max()) / self.temperature
         tokens: Tensor | None = None
         if 0 < self.top_k < len(z):
             least = z.topk(self.top_k).values[-1]
@@ -84,7 +98,7 @@ class Sampling:
             z, tokens = z[kept], kept if tokens is None else tokens[kept]
         if tokens is None:
             # Exact: noise cannot lift what lies farther below the greatest.
-            tokens = (z > z.max() - _SPREAD).nonzero()[:, 0]
+            tokens = (z >= z.max() - _SPREAD).nonzero()[:, 0]
             z = z[tokens]
         return tokens[(z + self.noise(sequence, position, tokens)).argmax()]
 
@@ -102,6 +116,17 @@ class Sampling:
         word = words.gather(1, (tokens & 3)[:, None])[:, 0]
         u = (word.double() + 0.5) / 2**32
         return -torch.log(-torch.log(u))
+
+
+def check_places(name: str, places: Sequence[int]) -> None:
+    """Noise is a function of 31 bits of them.
+
+    Raises:
+        ValueError: one is not from 0 to 2^31 - 1.
+    """
+    for place in places:
+        if type(place) is not int or not 0 <= place < 2**31:
+            raise ValueError(f"{name} has {place!r}; it must be a whole number from 0 to 2^31 - 1.")
 
 
 def _nucleus(z: Tensor, top_p: float) -> Tensor:

@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
 
     Args:
         weight: packed.
-        bias: (N,), or None.
+        bias: (N,), or None. A parameter that is not trained is not trained here.
         low_rank: U (N, rank) and V (rank, K).
     """
 
@@ -49,7 +49,9 @@ class PackedLinear(nn.Module):
         self.register_buffer("q", weight.q)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("minima", weight.minima)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+        trained = bias.requires_grad if isinstance(bias, nn.Parameter) else True
+        own = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=trained)
+        self.register_parameter("bias", own)
         left, right = low_rank if low_rank is not None else (None, None)
         self.register_buffer("left", left)
         self.register_buffer("right", right)
@@ -150,10 +152,13 @@ def pack_linears(
         ValueError: a pattern fits no layer; bits or a group size that cannot be; no layer can be packed; a weight has
             NaN or infinite elements. Nothing is changed then.
     """
-    if bits not in (4, 8) or not (group_size is None or (group_size >= 16 and group_size % 16 == 0)):
+    whole = type(bits) is int and (group_size is None or type(group_size) is int)
+    if not whole or bits not in (4, 8) or not (group_size is None or (group_size >= 16 and group_size % 16 == 0)):
         raise ValueError(
             f"bits={bits!r}, group_size={group_size!r}; bits are 8 or 4, a group a multiple of 16, or None for rows."
         )
+    if isinstance(leave_out, str):
+        raise ValueError(f"leave_out={leave_out!r}; it must be a list of patterns, such as [{leave_out!r}].")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for pattern in leave_out:
         if not any(fnmatchcase(name, pattern) for name in layers):
