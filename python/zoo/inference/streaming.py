@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -34,26 +35,69 @@ LINE, PAGE = 64, 4096
 
 
 @dataclass(eq=False)
+class _Place:
+    """Where a tensor is in a layer's file, from byte ``begin`` on. holders: (parameters or buffers of a module, its
+    name there)."""
+
+    tensor: Tensor
+    begin: int
+    strides: tuple[int, ...]
+    holders: list[tuple[dict[str, Any], str]]
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = self.tensor.shape, self.tensor.dtype
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Its numbers, of a file that was read into memory."""
+        storage: Any = memory.untyped_storage()
+        begin = (memory.storage_offset() + self.begin) // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype).set_(storage, begin, self.shape, self.strides)
+
+    def is_untouched(self, nothing: Any) -> bool:
+        """Since it was pointed at nothing."""
+        there = not self.shape.numel() or self.tensor.data_ptr() == nothing.data_ptr()
+        mine = self.tensor.dtype is self.dtype and there
+        return mine and all(children.get(name) is self.tensor for children, name in self.holders)
+
+
+@dataclass(eq=False)
 class _Layer:
     """One streamed layer.
 
     Attributes:
-        places: (tensor, the first byte of its numbers in the file, its strides). num_bytes: of the file.
-        future: of the read that is under way or has ended. buffer: where the weights are then.
+        num_bytes: of the file. future: of the read that is under way or has ended. buffer: where the weights are then.
+        is_there: its tensors are those in the buffer. hooks: handles of those on it.
     """
 
     name: str
     module: nn.Module
-    places: list[tuple[Tensor, int, tuple[int, ...]]]
+    places: list[_Place]
     num_bytes: int
     path: Path
     checksum: int
     future: Any = None
     buffer: Any = None
+    is_there: bool = False
+    hooks: list[Any] = field(default_factory=list)
+
+
+class _Hook:
+    """On a layer whose weights are on disk: a copy of it would have none."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+        own_hook(self)
+        self.__deepcopy__ = self.__reduce_ex__ = self._refuse  # type: ignore[method-assign]
+
+    def __call__(self, *_: Any) -> None:
+        self.call()
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ValueError("weights of the model are on disk (zoo.inference.stream); close() comes before a copy of it.")
 
 
 class Streamed:
-    """What :func:`stream` made of a model.
+    """What :func:`stream` made of a model. Threads that call it take turns, a layer at a time.
 
     Attributes:
         pinned, streamed: names of the layers that stay in memory, and of those that are read for each token.
@@ -64,9 +108,10 @@ class Streamed:
     def __init__(self, handle: Handle, folder: Path, buffers: Sequence[Tensor]) -> None:
         self.pinned: tuple[str, ...] = ()
         self.num_bytes, self.bytes_read = sum(one.nbytes for one in buffers), 0
-        self._handle, self._free, self._layers, self._hooks = handle, deque(buffers), list[_Layer](), list[Any]()
+        self._handle, self._free, self._layers = handle, deque(buffers), list[_Layer]()
         self._next = 0  # of the layers, the one to be read next
         self._nothing: dict[torch.dtype, Any] = {}
+        self._lock, self._thread, self._used = threading.RLock(), 0, False
         self._end = weakref.finalize(self, _end, handle, folder)
 
     @property
@@ -77,11 +122,11 @@ class Streamed:
     def add(self, layer: _Layer) -> None:
         """Its weights are in its file, and no more in memory."""
         self._layers.append(layer)
-        _point_at_nothing(layer, self._nothing)
+        self._point_at_nothing(layer)
         module = layer.module
-        self._hooks += [
-            module.register_forward_pre_hook(own_hook(lambda *_: self._bring(layer))),
-            module.register_forward_hook(own_hook(lambda *_: self._give_back(layer)), always_call=True),
+        layer.hooks += [
+            module.register_forward_pre_hook(_Hook(lambda: self._bring(layer))),
+            module.register_forward_hook(_Hook(lambda: self._give_back(layer)), always_call=True),
             module.register_state_dict_pre_hook(_refuse_state_dict),  # type: ignore[no-untyped-call]
         ]
 
@@ -96,40 +141,85 @@ class Streamed:
             self._next = (self._next + 1) % len(self._layers)
 
     def _bring(self, layer: _Layer) -> None:
+        self._lock.acquire()
+        if self._used:  # by this thread, which was interrupted and has not given it back
+            self._lock.release()
+        self._thread, self._used = threading.get_ident(), True
+        if not layer.is_there:
+            self._refuse_touched(layer)
         if layer.future is None:  # another order than that of the layers: it begins anew here
             for other in self._layers:
                 self._forget(other)
             self._next = self._layers.index(layer)
             self.begin()
         layer.future.wait()
-        _point_at(layer, layer.buffer)
+        for place in layer.places:
+            _point(place.tensor, place.view(layer.buffer))
+        layer.is_there = True
+
+    def _refuse_touched(self, layer: _Layer) -> None:
+        for place in layer.places:
+            if not place.is_untouched(self._nothing[place.dtype]):
+                name = place.holders[0][1] if place.holders else "codes"
+                raise ValueError(
+                    f"{name} of {layer.name} was replaced or converted while the layer's weights were on disk "
+                    "(zoo.inference.stream); close() comes before that."
+                )
 
     def _give_back(self, layer: _Layer) -> None:
-        self._forget(layer)
-        self.begin()
+        if not self._used or self._thread != threading.get_ident():
+            return  # a hook failed before the layer was brought
+        try:
+            self._forget(layer)
+            self.begin()
+        finally:
+            self._used = False
+            self._lock.release()
 
     def _forget(self, layer: _Layer) -> None:
         if layer.future is None:
             return
         future, buffer, layer.future, layer.buffer = layer.future, layer.buffer, None, None
-        _point_at_nothing(layer, self._nothing)
+        if layer.is_there:
+            self._point_at_nothing(layer)
         try:
             future.wait()
         finally:
             self._free.append(buffer)
 
+    def _point_at_nothing(self, layer: _Layer) -> None:
+        """Who reads a weight between two uses reads NaN, and not another layer's."""
+        layer.is_there = False
+        for place in layer.places:
+            if place.dtype not in self._nothing:
+                fill = float("nan") if place.dtype.is_floating_point else 0
+                self._nothing[place.dtype] = torch.full((1,), fill, dtype=place.dtype).untyped_storage()
+            nothing = torch.empty(0, dtype=place.dtype)
+            _point(place.tensor, nothing.set_(self._nothing[place.dtype], 0, place.shape, (0,) * len(place.shape)))
+
     def close(self) -> None:
-        """Read every layer back into memory of its own and remove the files; the model is as it was."""
-        for hook in self._hooks:
-            hook.remove()
-        for layer in self._layers:
-            self._forget(layer)
-        for layer in self._layers:
-            own = torch.empty(layer.num_bytes, dtype=torch.uint8)
-            self._handle.pread(own, layer.path, checksum=layer.checksum)
-            _point_at(layer, own)
-        self._layers, self._free = [], deque()
-        self._end()
+        """Read every layer back into memory of its own and remove the files; the model is as it was. Weights that were
+        converted meanwhile are converted, those that were replaced stay.
+
+        Raises:
+            zoo.io.ChecksumError, zoo.io.TransferError: of a layer whose file is not what was written. It and those
+                behind it are streamed still.
+        """
+        with self._lock:
+            for layer in self._layers:
+                self._forget(layer)
+            self._next = 0
+            while self._layers:
+                layer = self._layers[0]
+                own = torch.empty(layer.num_bytes, dtype=torch.uint8)
+                self._handle.pread(own, layer.path, checksum=layer.checksum)
+                for place in layer.places:
+                    _restore(place, own, self._nothing[place.dtype])
+                for hook in layer.hooks:
+                    hook.remove()
+                self._layers.pop(0)
+            self._free = deque()
+            self._end()
 
 
 def _end(handle: Handle, folder: Path) -> None:
@@ -145,20 +235,21 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 @torch.no_grad()
-def _point_at(layer: _Layer, memory: Tensor) -> None:
-    storage: Any = memory.untyped_storage()
-    for tensor, begin, strides in layer.places:
-        tensor.set_(storage, (memory.storage_offset() + begin) // tensor.itemsize, tensor.shape, strides)
+def _point(tensor: Tensor, view: Tensor) -> None:
+    tensor.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 @torch.no_grad()
-def _point_at_nothing(layer: _Layer, nothing: dict[torch.dtype, Any]) -> None:
-    """Who reads a weight between two uses reads NaN, and not another layer's."""
-    for tensor, _, _ in layer.places:
-        if tensor.dtype not in nothing:
-            fill = float("nan") if tensor.is_floating_point() else 0
-            nothing[tensor.dtype] = torch.full((1,), fill, dtype=tensor.dtype).untyped_storage()
-        tensor.set_(nothing[tensor.dtype], 0, tensor.shape, (0,) * tensor.dim())
+def _restore(place: _Place, memory: Tensor, nothing: Any) -> None:
+    if place.is_untouched(nothing):
+        _point(place.tensor, place.view(memory))
+        return
+    for children, name in place.holders:
+        now = children.get(name)
+        if now is None or now.shape != place.shape or now.is_meta:
+            continue
+        if bool((now != now).all() if place.dtype.is_floating_point else (now == 0).all()):
+            now.data = place.view(memory).to(now.device, now.dtype)  # nothing was converted
 
 
 @torch.no_grad()
@@ -170,9 +261,9 @@ def stream(
 
     Each layer is written to a file of its own in a new folder within ``folder``, as it lies in memory, codes in the
     order of their kernels; it is multiplied from the very buffer that it was read into. Each read has a checksum.
-    Between two uses its weights are NaN, and ``state_dict`` is refused. The model may be injected and packed before;
-    training it is not possible. From then on the process maps blocks of 1 MiB and more, so that they go back to the
-    system when they are freed.
+    Between two uses its weights are NaN, and ``state_dict`` and copies of the model are refused, as are forwards of
+    layers that were converted. The model may be injected and packed before; training it is not possible. From then on
+    the process maps blocks of 1 MiB and more, so that they go back to the system when they are freed.
 
     Args:
         model: of layers that run one after the other, in eval mode, on the CPU. Its parameters may be on "meta" where
@@ -188,8 +279,8 @@ def stream(
         What was done; ``close()`` brings everything back.
 
     Raises:
-        ValueError: the budget does not hold the buffers; a model that trains, is on another device, or is on "meta"
-            without weights, or of other shapes; no layers. Files are removed then.
+        ValueError: the budget does not hold the buffers; a model that trains, is streamed, is on another device,
+            or is on "meta" without weights, or of other shapes; no layers. Files are removed then.
     """
     map_large_blocks()
     give_back_free_blocks()
@@ -308,10 +399,10 @@ def _file_bytes(tensors: Sequence[Tensor]) -> int:
 
 def _laid(
     model: nn.Module, name: str, module: nn.Module, tensors: Sequence[Tensor], weights: Weights | None, memory: Tensor
-) -> list[tuple[Tensor, int, tuple[int, ...]]]:  # fmt: skip
+) -> list[_Place]:  # fmt: skip
     """Put a layer's tensors into memory, one behind the other; parameters on "meta" become views of it."""
     paths = {id(parameter): path for path, parameter in module.named_parameters(prefix=name)}
-    places: list[tuple[Tensor, int, tuple[int, ...]]] = []
+    places: list[_Place] = []
     at = 0
     memory.zero_()
     for _, begin, end, inside in _segments(tensors):
@@ -322,14 +413,20 @@ def _laid(
             view.copy_(_value(paths[id(parameter)], parameter, weights))
             made = nn.Parameter(view, requires_grad=False)
             _replace(model, parameter, made)
-            places.append((made, at, made.stride()))
+            places.append(_Place(made, at, made.stride(), []))
         else:
             storage: Any = inside[0].untyped_storage()
             target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,)))
             for tensor in inside:
                 where: Any = at + tensor.storage_offset() * tensor.itemsize - begin
-                places.append((tensor, where, tensor.stride()))
+                places.append(_Place(tensor, where, tensor.stride(), []))
         at += -(-(end - begin) // LINE) * LINE
+    known = {id(place.tensor): place for place in places}
+    for child in module.modules():
+        for children in (child._parameters, child._buffers):
+            for key, value in children.items():
+                if id(value) in known:
+                    known[id(value)].holders.append((children, key))
     return places
 
 
@@ -366,6 +463,9 @@ def _check(model: nn.Module, budget_bytes: int, ahead: int, weights: Weights | N
     for name, value in (("budget_bytes", budget_bytes), ("ahead", ahead)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name}={value!r}; it must be a whole number, at least 1.")
+    for name, module in model.named_modules():
+        if any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values()):
+            raise ValueError(f"{name} is streamed (zoo.inference.stream); close() comes before another one.")
     for name, tensor in model.named_buffers():
         if tensor.is_meta:
             raise ValueError(
