@@ -109,6 +109,31 @@ def test_what_is_changed_afterwards_counts(change: str, bits: int, seed: int) ->
     assert torch.equal(generated(model), generated(plain))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("change", ["codes", "scales", "beside one of several", "beside one alone"])
+def test_memory_that_is_replaced_and_what_comes_beside_codes_counts(change: str, invariant: bool, bits: int) -> None:
+    """``data = ...`` keeps the tensor, and its codes no longer lie beside the others."""
+    model = packed("Llama", bits=bits, **WIDE)
+    plain = copy.deepcopy(model)
+    inject(model, invariant=invariant)
+    logits(model)
+    generated(model)
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(64, 2, generator=generator)
+    for one in (model, plain):
+        layer = one.model.layers[0]
+        part = layer.mlp.down_proj if "alone" in change else layer.self_attn.v_proj
+        if change == "codes":
+            part.q.data = part.q.roll(64)
+        elif change == "scales":
+            part.scales.data = part.scales * 2
+        else:
+            part.left, part.right = low[: part.out_features], torch.ones(2, part.in_features) / 8
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
+    assert torch.equal(generated(model), generated(plain))
+
+
 def test_layers_that_are_codes_in_part() -> None:
     model = model_of("Llama", **WIDE)
     pack_linears(model, leave_out=["*.down_proj", "*.k_proj"])

@@ -19,18 +19,25 @@ class Joined:
     """Packed matrices of one product whose codes lie one behind the other, so that it is one call.
 
     Attributes:
-        parts: each with its codes, scales and minima, views of those of ``weight``, as they were then.
+        parts: each with its codes, scales and minima, views of those of ``weight``, and the bytes at which they begin.
     """
 
     weight: PackedWeight
-    parts: tuple[tuple[PackedLinear, tuple[torch.Tensor | None, ...]], ...]
+    parts: tuple[tuple[PackedLinear, tuple[tuple[str, torch.Tensor | None, int], ...]], ...]
 
     def intact(self) -> bool:
-        """Nobody has moved or replaced a part."""
-        for one, (q, scales, minima) in self.parts:
+        """Nobody has moved or replaced a part, or put anything beside it."""
+        starts = {"q": self.weight.q.data_ptr(), "scales": self.weight.scales.data_ptr(), "minima": 0}
+        if self.weight.minima is not None:
+            starts["minima"] = self.weight.minima.data_ptr()
+        for one, views in self.parts:
             now = one._buffers
-            if now["q"] is not q or now["scales"] is not scales or now["minima"] is not minima:
+            if now.get("left") is not None:
                 return False
+            for name, view, begin in views:
+                # ``view.data = ...`` keeps the tensor and not its memory.
+                if now[name] is not view or (view is not None and view.data_ptr() != starts[name] + begin):
+                    return False
         return True
 
     def bias(self) -> torch.Tensor | None:
@@ -50,7 +57,7 @@ def joined(matrices: tuple[nn.Module, ...]) -> Joined | None:
     ragged = any(one.out_features % ROWS for one in several[:-1])
     if len(kinds) > 1 or ragged or any(one.left is not None or one.q.is_meta for one in several):
         return None
-    views: list[list[torch.Tensor | None]] = [[] for _ in several]
+    views: list[list[tuple[str, torch.Tensor | None, int]]] = [[] for _ in several]
     alls: list[torch.Tensor | None] = []
     for name in ("q", "scales", "minima"):
         own: list[torch.Tensor | None] = [getattr(one, name) for one in several]
@@ -60,7 +67,7 @@ def joined(matrices: tuple[nn.Module, ...]) -> Joined | None:
         cut: Sequence[torch.Tensor | None] = own if whole is None else torch.split(whole, [len(t) for t in parts])
         for one, view, of in zip(several, cut, views, strict=True):
             setattr(one, name, view)
-            of.append(view)
+            of.append((name, view, 0 if view is None or whole is None else view.data_ptr() - whole.data_ptr()))
     q, scales, minima = alls
     shape = (sum(one.out_features for one in several), first.in_features)
     weight = PackedWeight(q, scales, minima, shape, first.bits, first.group_size)  # type: ignore[arg-type]

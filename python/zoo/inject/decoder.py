@@ -252,8 +252,10 @@ def _product(pieces: Pieces, x: Tensor, matrices: tuple[Matrix, ...], *, thin: b
         return thin_linears(x, weights, [bias for bias in biases if bias is not None])
     if invariant:
         found = [
-            by_codes(x, one.packed, one.bias, invariant=True) if isinstance(one, PackedLinear)
-            else thin_linear(x, one.weight.contiguous(), one.bias) for one in matrices
+            thin_linear(x, one.weight.contiguous(), one.bias) if not isinstance(one, PackedLinear)
+            else by_codes(x, one.packed, one.bias, invariant=True) if one.left is None
+            else one(x)  # what stands beside codes since it was injected is multiplied by torch
+            for one in matrices
         ]  # fmt: skip
     else:
         found = [one(x) for one in matrices]

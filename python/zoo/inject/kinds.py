@@ -164,7 +164,8 @@ class Pieces:
                 if children[name] is not tensor or not (tensor is None or tensor.is_contiguous()):
                     break
             else:
-                return known
+                if all(joint.intact() for joint in self.joint.values()):
+                    return known
         self.ready = None
         found = [self._product_of(matrices) for matrices in (self.qkv, (self.out,), self.gate_up, (self.down,))]
         products = tuple(one for one in found if one is not None)
