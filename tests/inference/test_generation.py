@@ -67,6 +67,27 @@ def test_models_whose_rows_need_one_length_take_one_slot(family: str) -> None:
         generate(model, prompts, max_new_tokens=8)
 
 
+class Wrapped(torch.nn.Module):
+    """As DDP and its like: what it knows of the model is what somebody has put there."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.module, self.config, self.generate = model, model.config, model.generate
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def test_a_wrapper_generates_what_the_model_does() -> None:
+    model, prompts = model_of("Llama"), some_prompts([5, 1, 9])
+    right = generate(model, prompts, max_new_tokens=4)
+    found = generate(Wrapped(model).eval(), prompts, max_new_tokens=4)
+    assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+    local = Wrapped(model_of("GPTNeo", attn_implementation="eager", **ALONE["GPTNeo"][0])).eval()
+    with pytest.raises(ValueError, match="GPTNeoForCausalLM hides keys by a mask of its own"):
+        generate(local, prompts, max_new_tokens=4)
+
+
 def test_models_that_keep_nothing_or_have_an_encoder_are_told() -> None:
     import transformers
 

@@ -168,7 +168,8 @@ def _ids(model: nn.Module, prompts: Sequence[Tensor | Sequence[int]]) -> list[Te
         ValueError: not 1-D, empty, or of other numbers than ids of tokens.
     """
     found: list[Tensor] = []
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    ask: Any = getattr(model, "get_input_embeddings", None)  # a wrapper may have none
+    embedding = None if ask is None else ask()
     words = max(getattr(_config(model), "vocab_size", None) or 0, getattr(embedding, "num_embeddings", 0))
     for index, prompt in enumerate(prompts):
         try:
