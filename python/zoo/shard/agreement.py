@@ -223,17 +223,23 @@ def kernels_of(device: torch.device) -> KernelUse:
 
 
 def agree_on_kernels(comm: Communicator, device: torch.device) -> None:
-    """Where some ranks cannot use compiled kernels none does. Says so on the first rank. Collective.
+    """Where some ranks cannot use compiled kernels none does: one all-gather of 8 bytes. Says so on the first rank.
 
     Raises:
         BuildError: some ranks cannot, and ``ZOO_KERNELS=native`` on some rank; on all ranks, with the reasons.
     """
     if device.type not in ("cpu", "cuda") or comm.backend == "dry" or comm.size == 1:
         return
-    everyone: list[KernelUse] = comm.all_gather_object(kernels_of(device))
-    usable = [each.usable for each in everyone]
-    if not all(usable) and (any(usable) or any(each.required for each in everyone)):
-        _settle(everyone, first=comm.rank == 0)
+    mine = kernels_of(device)
+    try:
+        comm.agree("compiled kernels:", "usable" if mine.usable else f"lacking, required: {mine.required}", device)
+        if mine.usable or not mine.required:
+            return
+    except CollectiveMismatchError:
+        pass  # on all ranks
+    everyone = [mine] * comm.size
+    dist.all_gather_object(everyone, mine, group=comm.group)  # not by the communicator, whose check would count it
+    _settle(everyone, first=comm.rank == 0)
 
 
 def _settle(everyone: list[KernelUse], *, first: bool) -> None:
