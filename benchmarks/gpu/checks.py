@@ -351,4 +351,7 @@ CHECKS = (
     Check(name="attention over a cache", operators=("cached_attention",), cases=decoding.attention_cases),
     Check(name="RMS norm", operators=("rms_norm", "add_rms_norm"), cases=decoding.rms_norm_cases),
     Check(name="rotary positions and the cache", operators=("rotary_cache_",), cases=decoding.rotary_cases),
+    Check(
+        name="decoder layer", operators=("decoder_before_cache", "decoder_after_cache"), cases=decoding.layer_cases,
+    ),
 )  # fmt: skip

@@ -12,6 +12,8 @@ from benchmarks.gpu.cases import DTYPES, Case
 
 from zoo.kernels.cached_attention import cached_attention
 from zoo.kernels.cached_attention.reference import cached_attention as attention_reference
+from zoo.kernels.decoder_layer import Product, RmsNorm, after_cache, before_cache
+from zoo.kernels.decoder_layer import reference as layer_reference
 from zoo.kernels.rms_norm import add_rms_norm, rms_norm
 from zoo.kernels.rms_norm import reference as rms_norm_reference
 from zoo.kernels.rotary_cache import rotary_cache_
@@ -62,6 +64,55 @@ def rms_norm_cases(large: bool) -> Iterator[Case]:
 
                 what = f"{dtype}, weight {weight}, {rows} x {dim}"
                 yield Case(what=what, args=(x, r, w), operation=operation, reference=expected)
+
+
+def layer_cases(large: bool) -> Iterator[Case]:
+    """A decoder layer in two calls, of one token and of several, with norms of heads."""
+    heads, groups, dim, width, wide = 4, 2, 16, 48, 80
+    for dtype in DTYPES:
+        for batch, tokens in ((1, 1), (2, 3), *([(3, 5)] if large else [])):
+            g = torch.Generator().manual_seed(tokens)
+            shapes = [
+                (batch, tokens, width), (width,), (heads * dim, width), (groups * dim, width), (groups * dim, width),
+                (dim,), (width, heads * dim), (wide, width), (wide, width), (width, wide),
+            ]  # fmt: skip
+            args = [(torch.randn(shape, generator=g) / shape[-1] ** 0.5).to(dtype) for shape in shapes]
+            angles = torch.rand(batch, tokens, dim, generator=g) * 6
+
+            def run(
+                before: Any, after: Any, x: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, head: Tensor,
+                out: Tensor, gate: Tensor, up: Tensor, down: Tensor, angles: Tensor,
+            ) -> list[Tensor]:  # fmt: skip
+                cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+                made = before(x, RmsNorm(norm, 1e-5, False), Product([wq, wk, wv], [], []), cos, sin, head)
+                q, k, v = torch.split(made.unflatten(2, (-1, dim)).transpose(1, 2), [heads, groups, groups], 1)
+                rest = Product([out], [], []), Product([gate, up], [], []), Product([down], [], [])
+                return [made, after(x, q, k, v, RmsNorm(norm, 1e-5, True), *rest)]
+
+            def before(x: Tensor, norm: RmsNorm, qkv: Product, cos: Tensor, sin: Tensor, head: Tensor) -> Tensor:
+                norms = [RmsNorm(head, 1e-6, False)] * 2
+                return before_cache(x, norm, qkv, cos, sin, heads=heads, groups=groups, head_norms=norms)
+
+            def after(x: Tensor, q: Tensor, k: Tensor, v: Tensor, norm: RmsNorm, *rest: Product) -> Tensor:
+                out, gate_up, down = rest
+                how: Any = {"out": out, "gate_up": gate_up, "down": down}
+                return after_cache(x, q, k, v, None, norm, scale=0.3, activation="silu", **how)
+
+            def before_reference(
+                x: Tensor, norm: RmsNorm, qkv: Product, cos: Tensor, sin: Tensor, head: Tensor
+            ) -> Tensor:  # fmt: skip
+                return layer_reference.before_cache(
+                    x, *norm, *qkv, [head, head], [1e-6, 1e-6], False, cos, sin, None, None, None, heads, groups
+                )
+
+            def after_reference(x: Tensor, q: Tensor, k: Tensor, v: Tensor, norm: RmsNorm, *rest: Product) -> Tensor:
+                out, gate_up, down = rest
+                return layer_reference.after_cache(x, q, k, v, None, 0.3, *out, *norm, *gate_up, "silu", *down)
+
+            yield Case(
+                what=f"{batch} rows of {tokens} tokens, {dtype}", args=(*args, angles),
+                operation=partial(run, before, after), reference=partial(run, before_reference, after_reference),
+            )  # fmt: skip
 
 
 def rotary_cases(large: bool) -> Iterator[Case]:

@@ -99,7 +99,9 @@ def initialize(
         config = _configuration(config, overrides, _size(mesh, group), mesh, model, registry)
         if mesh is None and group is None:
             config = building.with_axes(config, model)
-        needed |= _needed_alike(config, own_schedule=lr_scheduler is None, own_data=training_data is not None)
+        dealt = hasattr(training_data, "__iter__") or hasattr(training_data, "__getitem__")
+        staged = hasattr(model, "num_stages")  # of which a rank without data needs none
+        needed |= _needed_alike(config, own_schedule=lr_scheduler is None, own_data=dealt and not staged)
     first = next(model.parameters(), None)
     mesh = building.build_mesh(config, mesh, first.device if first is not None else torch.device("cpu"))
     environment = building.make_environment(config, mesh, group)
