@@ -78,7 +78,8 @@ def rows_of(turns: list[dict[str, Any]]) -> list[list[str]]:
             return format(statistics.median(values) * scale, form) if values else ""
 
         def times(key: str, mine: Any = mine) -> str:
-            return f"{statistics.median(eager[key] / found[key] for found, eager in mine):.2f}"
+            ratios = [eager[key] / found[key] for found, eager in mine if found[key]]
+            return f"{statistics.median(ratios):.2f}" if ratios else ""
 
         rows.append([
             contender, told("token_s", ".1f", 1e3), times("token_s"), told("share", ".2f"),
