@@ -145,10 +145,9 @@ class _Run:
         if not self.masked:
             return None
         masks = step.masks(self.dtype, added=self.how == "eager")
-        kinds = dict(zip(getattr(self.config, "layer_types", None) or [], self.slots.windows, strict=False))
-        if len(set(self.slots.windows)) == 1:
+        if len(masks) == 1:
             return masks[self.slots.windows[0]]
-        return {kind: masks[window] for kind, window in kinds.items()}
+        return {kind: masks[window] for kind, window in zip(self.config.layer_types, self.slots.windows, strict=True)}
 
     def _take(self, index: int, token: int) -> bool:
         """Whether the row has ended with this token."""

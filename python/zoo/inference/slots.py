@@ -28,7 +28,6 @@ class Slots:
         self.rows, self.room, self.lengths = rows, room, list[int]()
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._config = config
 
     def admit(self, prompt: Cache) -> None:
         """One row more, with what a cache of one row has: a prompt that was computed alone."""

@@ -287,7 +287,7 @@ def stream(
     layers = find_blocks(model, blocks, "zoo.inference.stream")
     _check(model, budget_bytes, ahead, weights)
     shared = _shared(model, layers)
-    sizes = layer_bytes(model, blocks)
+    sizes = _sizes(layers, shared)
     buffers = ahead if sum(sizes.values()) > budget_bytes else 0
     left = budget_bytes - buffers * max(sizes.values())
     if left < 0:
@@ -328,7 +328,10 @@ def stream(
 def layer_bytes(model: nn.Module, blocks: Sequence[str] | None = None) -> dict[str, int]:
     """What each layer of a model takes in a buffer, or in a file."""
     layers = find_blocks(model, blocks, "zoo.inference.stream")
-    shared = _shared(model, layers)
+    return _sizes(layers, _shared(model, layers))
+
+
+def _sizes(layers: Mapping[str, nn.Module], shared: set[tuple[int, str]]) -> dict[str, int]:
     return {name: _file_bytes(_own(module, shared)) for name, module in layers.items()}
 
 

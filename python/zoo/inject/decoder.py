@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -138,8 +138,7 @@ class Decoder(Injected):
         return y
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
+class _Call(NamedTuple):
     """What a layer is called with. causal: no mask says so. invariant: see :class:`State`."""
 
     x: Tensor
