@@ -32,6 +32,7 @@ IN_HEADERS = {
     "operators.h": [
         ("c10::DispatchKey::CUDA;", "c10::DispatchKey::CPU;\n    library_.def(schema.c_str());"),
         ("TORCH_LIBRARY_FRAGMENT(zoo, m)", "TORCH_LIBRARY_FRAGMENT(zoo_emulated, m)"),
+        ("#if !defined(ZOO_CUDA)", "#if true"),  # operators made of operators: here they call the emulated ones
     ],
 }
 RISING, FALLING = 0, 1
@@ -62,10 +63,14 @@ def write_sources(folder: Path) -> list[Path]:
                 raise AssertionError(f"{path.name} has {old!r} {text.count(old)} times; the emulator expects it once.")
             text = text.replace(old, new)
         is_kernel, launches = path.suffix == ".cu", path.suffix in (".cu", ".cuh")
+        calls_operators = path.name == "binding.cpp" and "define.of_operators(" in text
+        if calls_operators:
+            text = text.replace('"zoo::', '"zoo_emulated::')
         to = folder / path.parent.name / (path.name + ".cpp" * is_kernel)
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(translated(text) if launches else text, encoding="utf-8")
-        if is_kernel or (path.name == "binding.cpp" and path.with_name(f"{path.parent.name}.cu").exists()):
+        has_kernel = path.name == "binding.cpp" and path.with_name(f"{path.parent.name}.cu").exists()
+        if is_kernel or has_kernel or calls_operators:
             made.append(to)
     return made
 
