@@ -103,7 +103,7 @@ def test_it_is_frozen_and_survives_pickle(registry: Registry) -> None:
         ({"comm": {"timeout_s": 0}}, "comm.timeout_s: given 0 (int); allowed: greater than 0"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),
         ({"fp16": {"initial_scale_power": 2, "min_loss_scale": 8}}, "fp16.min_loss_scale = 8 is above the first scale"),
-        ({"comms_logger": {"debug": True}}, "comms_logger.debug: given True; not supported: the table of collectives"),
+        ({"comms_logger": {"debug": 3}}, "comms_logger.debug: given 3 (int); allowed: true or false"),
         ({"data_types": {"grad_accum_dtype": "float32"}}, "grad_accum_dtype: given 'float32' (str); allowed"),
         ({"sharding": {"offload": {}}}, "sharding.offload needs sharding.stage 1"),
     ],

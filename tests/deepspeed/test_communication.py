@@ -149,6 +149,24 @@ def test_the_log_is_configured_by_a_configuration(log: Any) -> None:
         dist.configure(object())
 
 
+def test_initialize_configures_the_log_with_all_of_its_section(log: Any) -> None:
+    section = {"enabled": True, "prof_all": True, "verbose": True, "debug": True}
+
+    def job(rank: int) -> None:
+        deepspeed.initialize(
+            model=torch.nn.Linear(2, 2),
+            config={
+                "train_micro_batch_size_per_gpu": 1, "comms_logger": section,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            },
+        )  # fmt: skip
+        dist.all_reduce(torch.ones(2))
+
+    sim.run(1, job)
+    assert (log.enabled, log.prof_all, log.verbose, log.debug) == (True, True, True, True)
+    assert list(log.comms_dict) == ["all_reduce | [Caller Func: job]"]
+
+
 def test_the_log_counts_names_that_were_asked_for(log: Any) -> None:
     log.set(**SECTION)
 

@@ -400,3 +400,18 @@ def test_gradients_are_clipped_to_1_unless_told_otherwise(stage: int) -> None:
 
     assert moved() == pytest.approx(1.0, rel=1e-4)
     assert moved(gradient_clipping=0.0) == pytest.approx((3 * (3 * 100**2 + 1)) ** 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_torchscript_of_an_engine_is_refused_by_name(stage: int) -> None:
+    def job(rank: int) -> None:
+        engine, *_ = deepspeed.initialize(model=net(), config=config(stage))
+        for use in (lambda: torch.jit.script(engine), lambda: torch.jit.trace(engine, torch.ones(2, 5))):
+            with pytest.raises(ValueError, match=r"Give torch.jit.trace the model, engine.module"):
+                use()  # type: ignore[no-untyped-call]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 5)).sum())
+            engine.step()
+        assert engine.global_steps == 1
+
+    sim.run(2, job)

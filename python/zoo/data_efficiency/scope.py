@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from zoo.parts import Clock, own_hook
+from zoo.parts.hooks import BoundHook
 
 
 class Scope:
@@ -22,8 +22,8 @@ class Scope:
         self._told: Clock | None = None
         self._saved: list[Clock | None] = []
         self._hooks = [
-            module.register_forward_pre_hook(own_hook(partial(self._enter))),
-            module.register_forward_hook(own_hook(partial(self._leave)), always_call=True),
+            module.register_forward_pre_hook(own_hook(BoundHook(self._enter))),
+            module.register_forward_hook(own_hook(BoundHook(self._leave)), always_call=True),
         ]
 
     def tell(self, clock: Clock) -> None:

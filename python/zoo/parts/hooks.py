@@ -31,6 +31,19 @@ def own_hook(hook: HookT) -> HookT:
     return hook
 
 
+class BoundHook(partial[Any]):
+    """A hook of zoo's, with its first arguments. TorchScript, which compiles hooks by name, is told that it cannot."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__name__":
+            raise AttributeError(
+                "the name of a hook of zoo's: torch.jit.script compiles the hooks of a model, and these move and "
+                "reduce its parameters. Script the model before the engine or optimizer is constructed, or close it "
+                "first (optimizer.close(), engine.destroy()); or trace engine.module with torch.jit.trace."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
 def checking_hook(hook: HookT) -> HookT:
     """Mark a hook of zoo's that raises or does nothing, whoever runs the module: copies have it too."""
     setattr(hook, _OWN, False)
@@ -54,7 +67,7 @@ def is_compiled(module: Any) -> bool:
 
 def hidden_from_compiler(hook: Any, disable: Callable[[Any], Any]) -> Any:
     """The same hook, into which torch.compile does not trace, by ``torch.compiler.disable``; it costs 0.3 µs more."""
-    return partial(disable(hook))
+    return BoundHook(disable(hook))
 
 
 def is_watched(module: Any) -> bool:

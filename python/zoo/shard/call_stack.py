@@ -7,6 +7,7 @@ parameter of which only a shard is here: torch's and transformers' functions for
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -108,3 +109,20 @@ def split_for_torch(parameter: Any) -> bool:
     if torch.compiler.is_compiling() or not bucket.parameters.refused or bucket.spec.axes or bucket.owner is None:
         return False
     return hasattr(bucket.owner(), "rows") and called_by(TORCH_FUNCTIONS)
+
+
+def check_partitioned_call(buckets: Iterable[Any]) -> None:
+    """Raise NotImplementedError in a forward of a model with partitioned parameters that runs on other tensors than
+    those that are gathered: in a transform of torch.func, or in a trace outside of ``gathered()``."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            "a transform of torch.func (vmap, grad, jacrev, jvp, ...) over a model whose parameters are split over "
+            "ranks (ZeRO stage 3): it runs the model on other tensors than those that are gathered and reduced. "
+            "Use a copy.deepcopy of the model, made inside of gathered(), or close() the optimizer first."
+        )
+    if torch._C._get_tracing_state() is not None and any(b.partitioned and not b.active for b in buckets):
+        raise NotImplementedError(
+            "torch.jit.trace (torch.onnx.export too) of a model whose parameters are split over ranks (ZeRO stage 3): "
+            "the trace would hold parameters that are not here when it runs. Trace a copy.deepcopy of the model, made "
+            "inside of gathered(), or the model after close() of the optimizer."
+        )

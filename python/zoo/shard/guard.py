@@ -66,6 +66,15 @@ class ShardedParameter(nn.Parameter):
         plain = ordinary(self, torch.clone(self.detach()))
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def _use_count(self) -> NoReturn:
+        # Only torch.utils.swap_tensors asks for it, of both tensors, before it changes anything.
+        raise ValueError(
+            f"torch.utils.swap_tensors was given {self._zoo_bucket.called(self._zoo_slot)!r}, whose memory is a flat "
+            "buffer: the model would run on other values than those that are trained. Write them into the parameter "
+            "(p.data.copy_(value); at stage 3 inside of GatheredParameters). A module swaps in to(...) and in "
+            "load_state_dict(...) after torch.__future__.set_swap_module_params_on_conversion(True): set it to False."
+        )
+
 
 def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     seen = look_at(func, args, kwargs or {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import nn
 
 from zoo.engine import Engine
 from zoo.parts import own_hook
+from zoo.parts.hooks import BoundHook
 from zoo.shard.runtime.outputs import tensors_in
 
 
@@ -38,7 +38,7 @@ class Recorder:
         self._engine = engine
         self._kept: dict[int, list[Kept]] = {}
         self._hook = engine.module.register_forward_pre_hook(
-            own_hook(partial(self._begin)), prepend=True, with_kwargs=True
+            own_hook(BoundHook(self._begin)), prepend=True, with_kwargs=True
         )
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -357,3 +357,26 @@ def test_a_layer_that_is_put_back_has_its_name_again(stage: int) -> None:
 
     for found in sim.run(2, job):
         assert found == ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchscript_is_told_that_hooks_cannot_be_compiled_and_traces_the_values_there_are(stage: int) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        one_step(model, optimizer, rank)
+        with pytest.raises(AttributeError, match="Script the model before the engine or optimizer is constructed"):
+            torch.jit.script(model)
+        if stage == 3:
+            with pytest.raises(NotImplementedError, match=r"Trace a copy\.deepcopy of the model"):
+                torch.jit.trace(model, data(0))  # type: ignore[no-untyped-call]
+            with optimizer.gathered():
+                to_trace = copy.deepcopy(model)
+        else:
+            to_trace = model
+        traced: Any = torch.jit.trace(to_trace, data(0))  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            assert torch.equal(traced(data(0)), model(data(0)))
+        one_step(model, optimizer, rank, 1)
+        check(optimizer, twin(2, 2))
+
+    sim.run(2, fn)

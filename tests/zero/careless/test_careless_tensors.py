@@ -353,3 +353,37 @@ def test_data_of_a_whole_gradient_is_what_is_stepped_with(stage: int, sync: bool
     torch.optim.SGD(plain.parameters(), lr=RATE).step()
     expected = {name: p.detach() for name, p in plain.named_parameters()}
     sim.run(2, fn)
+
+
+SWAPS: dict[str, Callable[[Any], None]] = {
+    "one": lambda model: torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+        model.blocks[0].weight, nn.Parameter(torch.ones_like(model.blocks[0].weight))
+    ),
+    "the other": lambda model: torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+        nn.Parameter(torch.ones_like(model.blocks[0].weight)), model.blocks[0].weight
+    ),
+    "convert": lambda model: model.to(torch.float32),
+    "load": lambda model: model.load_state_dict(twin(2, 0)),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", SWAPS)
+def test_swapped_tensors_are_refused_and_training_goes_on(stage: int, way: str) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        with pytest.raises((ValueError, RuntimeError)) as told:
+            SWAPS[way](model)
+        if stage == 3 and way in ("convert", "load"):  # the values are not there
+            assert "at ZeRO stage 3 only a shard of it is on this rank" in str(told.value)
+        else:
+            assert "torch.utils.swap_tensors was given" in f"{told.value} {told.value.__cause__}"
+        for step in range(2):
+            one_step(model, optimizer, rank, step)
+        check(optimizer, twin(2, 2))
+
+    torch.__future__.set_swap_module_params_on_conversion(way in ("convert", "load"))
+    try:
+        sim.run(2, fn)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)

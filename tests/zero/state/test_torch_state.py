@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.zero.blocks import STAGES, Blocks, data, one_step
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -403,3 +405,28 @@ def test_states_on_nvme(tmp_path: Path) -> None:
         same(optimizer, other)
 
     sim.run(2, fn)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda step: step.add_(1),
+    "through data": lambda step: step.data.zero_(),
+    "through detach": lambda step: step.detach().fill_(3),
+    "an index": lambda step: step.__setitem__((), 3),
+    "out": lambda step: torch.add(step, 1, out=step),
+    "foreach": lambda step: torch._foreach_add_([step], 1),
+    "data": lambda step: setattr(step, "data", torch.zeros(())),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_to_a_number_of_a_state_is_refused_and_it_is_a_plain_tensor_to_read(write: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = ZeroOptimizer(model, stage=2, optimizer=torch.optim.AdamW)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    step = optimizer.state[model.weight]["step"]
+    with pytest.raises(ValueError, match=r"a write to optimizer\.state\[p\]\['step'\] of 'weight'"):
+        WRITES[write](step)
+    read = optimizer.state[model.weight]["step"]
+    assert float(read) == 1.0 and read == 1
+    assert type(read + 1) is type(copy.deepcopy(read)) is torch.Tensor

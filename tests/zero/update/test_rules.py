@@ -82,6 +82,12 @@ def by_id(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
+def by_address(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: Any = with_rule(lambda self, group, index, p: 0.1 if p.data_ptr() in self.slow else 1.0)(model)
+    optimizer.slow = {p.data_ptr(): p.shape for p in model[0].parameters()}  # type: ignore[index]
+    return optimizer  # type: ignore[no-any-return]
+
+
 def by_key(model: nn.Module) -> torch.optim.Optimizer:
     optimizer: Any = with_rule(lambda self, group, index, p: self.scales.get(p, 1.0))(model)
     optimizer.scales = dict.fromkeys(model[2].parameters(), 0.2)  # type: ignore[index]
@@ -515,3 +521,19 @@ def test_a_method_replaced_later_is_refused_by_name() -> None:
     loss_of(model, 0, 0).backward()
     with pytest.raises(ValueError, match=r"rule\(\) of the Ruled instance was replaced after"):
         zero.step()
+
+
+def not_rebuilt_by_address(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: Any = not_rebuilt(model)
+    optimizer.slow = [p.data_ptr() for p in model.parameters()]
+    return optimizer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("make", [by_address, not_rebuilt_by_address])
+def test_a_rule_by_addresses_is_refused_and_the_model_stays_what_it_was(stage: int, make: Any) -> None:
+    model = model_of()
+    before = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(NotImplementedError, match=r"by its attribute 'slow' it knows parameters by their address"):
+        ZeroOptimizer(model, optimizer=make(model), stage=stage)
+    assert [p.data_ptr() for p in model.parameters()] == before

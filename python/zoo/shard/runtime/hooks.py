@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator, Recovery
-from zoo.parts.hooks import hidden_from_compiler, is_compiled, own_hook
+from zoo.parts.hooks import BoundHook, hidden_from_compiler, is_compiled, own_hook
 from zoo.shard.buckets import Bucket
-from zoo.shard.call_stack import exception_of_call, is_called
+from zoo.shard.call_stack import check_partitioned_call, exception_of_call, is_called
 from zoo.shard.placement.precision import Precision, cast_inputs
 from zoo.shard.placement.units import UnitSpec
 from zoo.shard.runtime.backward import Backward
@@ -114,14 +114,14 @@ class Runtime:
             for name in dict.fromkeys(bucket.spec.units):
                 by_unit[name].append(bucket)
         hidden = partial(hidden_from_compiler, disable=torch.compiler.disable)
-        hook = hidden if any(map(is_compiled, self._model.modules())) else partial
+        hook = hidden if any(map(is_compiled, self._model.modules())) else BoundHook
         for spec in specs:
             unit = Unit(spec, by_unit[spec.name])
             self.units.append(unit)
             if not unit.recorded and spec.name:
                 continue
-            enter = own_hook(hook(partial(self._enter if spec.name else self._enter_model, unit)))
-            leave = own_hook(hook(partial(self._exit, unit)))
+            enter = own_hook(hook(BoundHook(self._enter if spec.name else self._enter_model, unit)))
+            leave = own_hook(hook(BoundHook(self._exit, unit)))
             self._hooks.append(spec.module.register_forward_pre_hook(enter))
             self._hooks.append(spec.module.register_forward_hook(leave, always_call=True))
             self._hooked[spec.name] = unit
@@ -191,12 +191,8 @@ class Runtime:
             self._abandon_forward()
 
     def _begin_pass(self, unit: Unit, module: nn.Module) -> None:
-        if _transforms() is not None:
-            raise NotImplementedError(
-                "a transform of torch.func (vmap, grad, jacrev, jvp, ...) over a model whose parameters are split over "
-                "ranks (ZeRO stage 3): it runs the model on other tensors than those that are gathered and reduced. "
-                "Use a copy.deepcopy of the model, made inside of gathered(), or close() the optimizer first."
-            )
+        if self._has_partitioned:
+            check_partitioned_call(self._buckets)
         if self.backward.running:
             self.backward.check_running()
         self.settle_failure()

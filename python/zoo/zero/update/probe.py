@@ -58,12 +58,14 @@ def try_out(wrapped: Wrapped) -> Tried:
 
     Raises:
         ValueError: a learning rate that is no finite number.
-        NotImplementedError: a step ends with an exception.
+        NotImplementedError: a step ends with an exception, or the optimizer knows parameters by their addresses.
         Exception: what its constructor says of its options or of a group's.
     """
     groups, options, make = wrapped.groups, wrapped.options, wrapped.make
     check_learning_rates(groups, options)
+    parameters = [p for g in groups for p in g["params"]]
     if wrapped.cannot_rebuild is not None:
+        found_in(wrapped.instance, parameters)  # addresses are refused
         return Tried([without_params(g) for g in groups], wrapped.cannot_rebuild, objects=True)
 
     def build(of: list[dict[str, Any]]) -> Any:
@@ -83,7 +85,7 @@ def try_out(wrapped: Wrapped) -> Tried:
         two: dict[str, Any] = {"params": [nn.Parameter(torch.zeros(3, 4)) for _ in range(2)]}
         return Tried(found, Trial(build, [two], name).why_whole())
 
-    where = found_in(wrapped.instance or made, (p for g in groups for p in g["params"]), held_by(made))
+    where = found_in(wrapped.instance or made, parameters, held_by(made))
     if where is not None:
         return Tried(found, f"it knows parameters of the model by {where}", objects=True)
     trial = Trial(build, groups, name)

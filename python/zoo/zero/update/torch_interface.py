@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 
 from zoo.shard.gradients import GradientPhase
+from zoo.shard.partitioned import VIEWS, flat_tensors
 
 if TYPE_CHECKING:
     from zoo.shard.gradients import BucketGradients
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from zoo.shard.sharded import ShardedModel
     from zoo.zero.update.clipping import Clipping, LossScaler, Outcome
 
+_DATA: Any = torch.Tensor.data  # the C level attribute beneath the property
 Look = Callable[[Any], tuple[Sequence[str], Mapping[str, float]]]
 _INSTEAD = (
     "Read and write states by parameter: safe_get_full_optimizer_state(p, {state!r}), "
@@ -93,7 +95,7 @@ class StatesOfParameter(MutableMapping[str, Any]):
             raise KeyError(key)
         if key not in self._numbers:
             _refuse(f"optimizer.state[p][{key!r}]", self._parameter, key)
-        return torch.tensor(float(self._numbers[key]))
+        return StateNumber.of(float(self._numbers[key]), self._parameter, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         _refuse(f"optimizer.state[p][{key!r}] = ...", self._parameter, key)
@@ -112,6 +114,41 @@ class StatesOfParameter(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._names)})"
+
+
+class StateNumber(torch.Tensor):
+    """A number among the states of a parameter, () fp32: to be read; a write to it would be lost, and is refused."""
+
+    @staticmethod
+    def of(value: float, parameter: torch.Tensor, key: str) -> StateNumber:
+        """That of ``parameter`` by the name ``key``."""
+        made: Any = torch.tensor(value).as_subclass(StateNumber)
+        made._zoo_place = parameter, key
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Plain tensors of what is computed; a write raises ValueError."""
+        if func in VIEWS and isinstance(args[0], cls):
+            return args[0]
+        if func == _DATA.__set__ and isinstance(args[0], cls):
+            args[0].refuse_write()
+        with torch._C.DisableTorchFunctionSubclass():
+            numbers = [t for t in flat_tensors((args, kwargs or {})) if isinstance(t, cls)]
+            before = [t._version for t in numbers]
+            plain = torch.utils._pytree.tree_map_only(cls, lambda t: t.as_subclass(torch.Tensor), (args, kwargs or {}))
+            found = func(*plain[0], **plain[1])
+            for tensor, version in zip(numbers, before, strict=True):
+                if tensor._version != version:
+                    tensor.refuse_write()
+        return found
+
+    def refuse_write(self) -> NoReturn:
+        """Say what was written to, and what to do instead."""
+        parameter, key = self._zoo_place  # type: ignore[attr-defined]
+        _refuse(f"a write to optimizer.state[p][{key!r}]", parameter, key)
 
 
 def _refuse(use: str, key: object, state: str) -> NoReturn:

@@ -366,23 +366,43 @@ def found_in(optimizer: Any, parameters: Iterable[torch.Tensor], twins: Mapping[
         optimizer: an instance.
         parameters: of the model.
         twins: attributes with which another instance holds tensors of its own groups: those come from the groups.
+
+    Raises:
+        NotImplementedError: it holds the address of one, ``p.data_ptr()``.
     """
     search = _Search(parameters, optimizer)
+    where = next((where for where, value in _held(optimizer, twins or {}) if search.holds(value)), None)
+    if where is not None and search.by_address:
+        raise NotImplementedError(
+            f"{type(optimizer).__name__} cannot run under a ZeRO optimizer: by {where} it knows parameters by their "
+            "address, p.data_ptr(), and under a ZeRO optimizer they lie in flat buffers, at other addresses. Let it "
+            "know them by the parameters themselves, or by id(p)."
+        )
+    return where
+
+
+def _held(optimizer: Any, twins: Mapping[str, bool]) -> Iterator[tuple[str, Any]]:
+    """What may hold parameters, each with its place in words."""
     for group in optimizer.param_groups:
         for key, value in group.items():
-            if key not in ("params", "param_names") and search.holds(value):
-                return f"the option {key!r} of its groups"
+            if key not in ("params", "param_names"):
+                yield f"the option {key!r} of its groups", value
     for key, value in vars(optimizer).items():
-        taken = key in _OF_TORCH or (key.startswith("_optimizer_") and key.endswith("_hooks"))
-        if not taken and not (twins or {}).get(key) and search.holds(value):
-            return f"its attribute {key!r}"
+        of_torch = key in _OF_TORCH or (key.startswith("_optimizer_") and key.endswith("_hooks"))
+        if not of_torch and not twins.get(key):
+            yield f"its attribute {key!r}", value
     for cls in type(optimizer).__mro__:
-        if not is_known(cls):
-            for key, value in vars(cls).items():
-                own = not key.startswith("__") or isinstance(value, types.FunctionType)
-                if own and search.holds(value):
-                    return f"{cls.__name__}.{key}"
-    return None
+        for key, value in vars(cls).items() if not is_known(cls) else ():
+            if not key.startswith("__") or isinstance(value, types.FunctionType):
+                yield f"{cls.__name__}.{key}", value
+
+
+def _address(parameter: torch.Tensor) -> int:
+    """Of its first element; 0 where there is no memory."""
+    try:
+        return parameter.data_ptr()
+    except (RuntimeError, NotImplementedError):  # a class without memory, or memory that is refused
+        return 0
 
 
 def held_by(optimizer: Any) -> dict[str, bool]:
@@ -401,7 +421,10 @@ class _Search:
     """Looks for parameters, each object once."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], owner: Any) -> None:
+        parameters = list(parameters)
         self._parameters = {id(p) for p in parameters}
+        self._addresses = {_address(p) for p in parameters} - {0}
+        self.by_address = False
         self._seen = {id(owner)}
         self._left = _MOST
 
@@ -412,7 +435,8 @@ class _Search:
             self._left -= 1
             item, depth = left.popleft()
             if isinstance(item, int):
-                if int(item) in self._parameters:
+                self.by_address = int(item) in self._addresses
+                if self.by_address or int(item) in self._parameters:
                     return True
                 continue
             if isinstance(item, torch.Tensor) and id(item) in self._parameters:

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -72,9 +72,19 @@ class DeepSpeedEngine(Questions, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            self.__prepare_scriptable__()
         if self.training:
             self.tput_timer.start()
         return self.engine(*args, **kwargs)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What ``torch.jit.script`` calls first."""
+        raise ValueError(
+            "TorchScript was given an engine, which counts, moves and reduces as it runs: nothing of that can be "
+            "compiled or traced. Give torch.jit.trace the model, engine.module (at stage 3 between steps, with the "
+            "same batch on all ranks); torch.jit.script takes the model before initialize or after engine.destroy()."
+        )
 
     @asserting
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
