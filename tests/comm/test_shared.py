@@ -17,7 +17,7 @@ from tests.processes import run_ranks, start
 from tests.profiles import examples
 
 from zoo import sim
-from zoo.comm import Communicator, RankFailedError, segments
+from zoo.comm import Communicator, RankFailedError, posts, segments
 from zoo.comm.posts import Inbox, PipePost, open_pipe
 from zoo.comm.segments import OwnSegment, PeerSegment
 from zoo.comm.shared import SharedTransport, make_shared
@@ -293,6 +293,30 @@ def test_headers_are_found_by_their_key_and_forgotten() -> None:
     del post
     with pytest.raises(ConnectionError, match="is gone"):
         waits[1]()
+
+
+@pytest.mark.parametrize("wait", [lambda inbox: inbox.take((5, 1), 60.0), lambda inbox: inbox.look()])
+def test_a_pipe_that_ends_waits_for_the_reason(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox, asked = Inbox(), 0
+
+    def reported() -> tuple[dict[int, str], str]:
+        nonlocal asked
+        asked += 1
+        return ({1: "ValueError: what it was"} if asked > 3 else {}), ""
+
+    monkeypatch.setattr(posts, "reported", reported)
+    inbox.opened()  # by nobody
+    with pytest.raises(ConnectionError, match="is gone"):
+        wait(inbox)
+    assert asked == 4
+
+
+def test_a_peer_that_says_nothing_is_waited_for_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posts, "_REPORT_S", 0.1)
+    inbox = Inbox()
+    inbox.opened()
+    with pytest.raises(ConnectionError, match="is gone"):
+        inbox.look()
 
 
 # Processes -----------------------------------------------------------------------------------------------------------

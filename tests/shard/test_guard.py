@@ -189,6 +189,20 @@ def test_what_reads_no_values_is_as_of_a_plain_parameter(reads: str, what: str, 
     del optimizer
 
 
+def test_what_is_made_like_a_partitioned_parameter_is_a_plain_tensor() -> None:
+    model = small()
+    optimizer = partitioned(model)
+    p: Any = model[0].weight
+    for like in (p, p.data, p.T, p[0].detach()):
+        made = [
+            like.new_empty(2), like.new_zeros(2), like.new_ones(2), like.new_full((2,), 3.0), like.new_tensor([1.0]),
+            like.new_empty_strided((2,), (1,)), torch.zeros_like(like), torch.randn_like(like),
+        ]  # fmt: skip
+        assert {(type(t), t.dtype, t.device) for t in made} == {(torch.Tensor, p.dtype, p.device)}
+        assert made[3].tolist() == [3.0, 3.0]
+    del optimizer
+
+
 def test_a_partitioned_parameter_is_shown_without_values_and_has_no_address() -> None:
     model = small()
     optimizer = partitioned(model)

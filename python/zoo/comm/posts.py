@@ -167,7 +167,7 @@ class Inbox:
 def _wait_for_reports(deadline: float) -> None:
     """A rank that closed its pipe may be about to say why it leaves."""
     until = min(deadline, time.monotonic() + _REPORT_S)
-    while not reported() and time.monotonic() < until:
+    while not reported()[0] and time.monotonic() < until:
         time.sleep(0.05)
 
 
