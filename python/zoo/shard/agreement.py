@@ -116,9 +116,13 @@ def agree(
     try:
         agree_none_failed(comm, CONSTRUCTION, alike=f"with parameters and options {digest}")
     except CollectiveMismatchError as error:
-        differing, told = _differences(comm, mine)
-        if PARAMETERS in differing:
-            told[0] = _told_of_models(comm, parameters()) or told[0]
+        differing = _differing(comm, mine)
+        told = _sentences(differing)
+        if PARAMETERS in differing and (models := _differing(comm, parameters(), absent="not there")):
+            # Else only their order, or what is packed together, differs.
+            first = next(told_by_rank(repr(name), values) for name, values in models.items())
+            more = f", and {len(models) - 1} more differ" if len(models) > 1 else ""
+            told[0] = f"{PARAMETERS}: {first.replace(': ', ' is ', 1)}{more}"
         raise CollectiveMismatchError(
             f"the ranks construct a ZeRO optimizer in different ways: {'; '.join(told)}."
         ) from error
@@ -148,33 +152,27 @@ def raise_together_alike(comm: Communicator | None, what: str, needed: Mapping[s
     except CollectiveMismatchError as error:
         if comm is None:
             raise
-        told = "; ".join(_differences(comm, mine)[1])
+        told = "; ".join(_sentences(_differing(comm, mine)))
         raise CollectiveMismatchError(
             f"the ranks call {what}() with different configurations: {told}. Give all of them the same."
         ) from error
 
 
-def _differences(comm: Communicator, mine: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """The names of what differs between ranks, and sentences about the first of these. Collective."""
+def _differing(
+    comm: Communicator, mine: Mapping[str, str], absent: str | None = None
+) -> dict[str, list[str | None]]:  # fmt: skip
+    """What differs between ranks: by name the values of all of them, ``absent`` where there is none. Collective."""
     everyone: list[Any] = [None] * comm.size  # all ranks have seen that something does
     # Not by the communicator, whose check may be what differs.
     dist.all_gather_object(everyone, dict(mine), group=comm.group)
     names = dict.fromkeys(name for given in everyone for name in given)
-    differing = [name for name in names if len({given.get(name) for given in everyone}) > 1]
-    return differing, [told_by_rank(name, [given.get(name) for given in everyone]) for name in differing[:5]]
+    found = {name: [given.get(name, absent) for given in everyone] for name in names}
+    return {name: values for name, values in found.items() if len(set(values)) > 1}
 
 
-def _told_of_models(comm: Communicator, mine: Mapping[str, str]) -> str:
-    """The first parameter that differs; "" where only their order or what is packed together does. Collective."""
-    everyone: list[Any] = [None] * comm.size
-    dist.all_gather_object(everyone, dict(mine), group=comm.group)
-    names = dict.fromkeys(name for given in everyone for name in given)
-    differing = [name for name in names if len({given.get(name) for given in everyone}) > 1]
-    if not differing:
-        return ""
-    first = told_by_rank(repr(differing[0]), [given.get(differing[0], "not there") for given in everyone])
-    more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
-    return f"{PARAMETERS}: {first.replace(': ', ' is ', 1)}{more}"
+def _sentences(differing: Mapping[str, list[str | None]]) -> list[str]:
+    """About the first of these."""
+    return [told_by_rank(name, values) for name, values in list(differing.items())[:5]]
 
 
 def told_by_rank(name: str, values: Sequence[str | None], ranks: Sequence[int] | None = None) -> str:
