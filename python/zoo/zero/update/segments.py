@@ -161,9 +161,9 @@ class Segment:
     def moved_to(self, part: torch.Tensor) -> None:
         """The memory of the parameters is another one now: ``part``, flat."""
         if self.target is None:
-            self.tensor.data = part
+            self.tensor.data = part.view(self.tensor.shape)
         else:
-            self.target = part
+            self.target = part.view(self.tensor.shape)
 
     def slices(self) -> list[Slice]:
         """The pieces of logical tensors in this segment, with offsets into it."""

@@ -56,12 +56,10 @@ class WholeTensor(Segment):
 
     def moved_to(self, part: torch.Tensor) -> None:
         """See :meth:`Segment.moved_to`."""
-        if self.target is not None:
-            self.target = part.view(self.tensor.shape)
-        elif self.memory is not None:
-            self.memory = part.view(self.tensor.shape)
+        if self.memory is None:
+            super().moved_to(part)
         else:
-            self.tensor.data = part.view(self.tensor.shape)
+            self.memory = part.view(self.tensor.shape)
 
 
 def why_split(buckets: Sequence[Bucket], *, in_backward: bool) -> str | None:
