@@ -61,6 +61,8 @@ class ShardedParameter(nn.Parameter):
     _zoo_bucket: Any
     _zoo_name: str
     _zoo_slot: int
+    _zoo_refusal: str | None = None
+    """What to say after "sum touched 'weight'", where that is another thing than for a unit's parameters."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = ordinary(self, torch.clone(self.detach()))
@@ -76,7 +78,8 @@ class ShardedParameter(nn.Parameter):
         )
 
 
-def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+def refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """``__torch_function__`` of parameters of which only a shard is here: it refuses what needs their values."""
     seen = look_at(func, args, kwargs or {})
     if seen is not UNREAD:
         return seen
@@ -93,20 +96,24 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     if len(touched) == 1 and args and touched[0] is args[0]:
-        seen = without_values(func, args, kwargs or {}, touched[0], partial(_refuse_touched, touched))
+        seen = without_values(func, args, kwargs or {}, touched[0], partial(refuse_touched, touched))
         if seen is not UNREAD:
             return seen
-    return _refuse_touched(touched, func)
+    return refuse_touched(touched, func)
 
 
-def _refuse_touched(touched: Sequence[ShardedParameter], func: Any) -> NoReturn:
-    names = sorted({p._zoo_bucket.called(p._zoo_slot) for p in touched})
+def refuse_touched(touched: Sequence[ShardedParameter], func: Any) -> NoReturn:
+    """Say by name which of these parameters, all of one kind, ``func`` needs the values of."""
+    closed = [p for p in touched if p._zoo_bucket.parameters.refused] or touched
+    names = sorted({p._zoo_bucket.called(p._zoo_slot) for p in closed})
+    named = f"{getattr(func, '__name__', func)} touched {', '.join(map(repr, names)) or 'a parameter'}"
+    if touched and touched[0]._zoo_refusal is not None:
+        raise PartitionedAccessError(f"{named}{touched[0]._zoo_refusal}")
     raise PartitionedAccessError(
-        f"{getattr(func, '__name__', func)} touched {', '.join(map(repr, names)) or 'a parameter'} outside of its "
-        "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
-        "forward of the module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
-        "(param_persistence_threshold), or say who uses it (register_external_parameter), or read it inside `with "
-        "GatheredParameters(...):`; its rows for a state_dict come from get_model_state_dict() of "
+        f"{named} outside of its unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. "
+        "Use it inside the forward of the module that owns it, or of a unit that contains all its uses (units=...), or "
+        "keep it whole (param_persistence_threshold), or say who uses it (register_external_parameter), or read it "
+        "inside `with GatheredParameters(...):`; its rows for a state_dict come from get_model_state_dict() of "
         f"{TORCH_FUNCTIONS}, which all ranks call."
         f"{_CONVERT_FIRST if func in CONVERSIONS else ''}{_of_parametrisation()}"
     )
@@ -205,7 +212,7 @@ def _detach(self: Any) -> torch.Tensor:
             return nothing
         if sys._getframe(1).f_code is SAVES:
             values = torch.Tensor.detach(self)  # a unit that runs gathers it
-            return _refuse_touched([self], torch.Tensor.detach) if isinstance(values, PartitionedValues) else values
+            return refuse_touched([self], torch.Tensor.detach) if isinstance(values, PartitionedValues) else values
     return torch.Tensor.detach(self)
 
 
@@ -241,7 +248,7 @@ def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-_REFUSE: Any = classmethod(_refuse)
+_REFUSE: Any = classmethod(refuse)
 
 
 class Guard:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,18 +15,11 @@ from torch import nn
 
 from zoo.shard.buckets import Bucket
 from zoo.shard.call_stack import SAVES, nothing_of
-from zoo.shard.guard import Guard, ShardedParameter, sharded_in
+from zoo.shard.guard import Guard, ShardedParameter, refuse, refuse_touched, sharded_in
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.init.sharing import Sharing
 from zoo.shard.offload.tiers import Tier
-from zoo.shard.partitioned import (
-    ALLOWED_WHEN_PARTITIONED,
-    CONVERSIONS,
-    UNREAD,
-    PartitionedAccessError,
-    look_at,
-    without_values,
-)
+from zoo.shard.partitioned import ALLOWED_WHEN_PARTITIONED, CONVERSIONS, UNREAD, look_at
 from zoo.shard.roles import RoleBuffer
 from zoo.shard.runtime.executor import Executor
 
@@ -41,6 +33,11 @@ class InitParameter(ShardedParameter):
     """What a parameter is between ``Init`` and the optimizer; its bucket is a :class:`InitBucket`."""
 
     _zoo_adoptable = True  # the optimizer may take it
+    _zoo_refusal = (
+        ": zoo.zero.Init partitioned it, and only a part is on this rank. Inside the Init context initialisers may "
+        "touch it; afterwards use `with zoo.zero.GatheredParameters(...)`, or construct the optimizer, which makes "
+        "parameters whole when their modules run."
+    )
 
     @classmethod
     def __torch_function__(
@@ -53,26 +50,21 @@ class InitParameter(ShardedParameter):
 
             session = current()
             parts = parts_in((args, kwargs))
-            hidden = len(parts) == 1 and not parts[0].whole
-            seen = look_at(func, args, kwargs) if hidden and session is None else UNREAD
-            if seen is not UNREAD:
+            closed = bool(parts) and not parts[0].whole
+            if closed and session is None and (seen := look_at(func, args, kwargs)) is not UNREAD:
                 return seen
-            if func in CONVERSIONS and parts and not parts[0].whole:
+            if func in CONVERSIONS and closed:
                 return parts[0].converted(func, args[1:], kwargs)
             if func == SET_DATA and parts and parts[0].take_over(args[1]):
                 return None
             held = bool(parts) and all(part.active and part.whole for part in parts)
             if session is not None and not (held and not any(map(session.uses, parts))):
                 return session.run(func, args, kwargs, parts)
-            if func == torch.Tensor.detach and parts and not parts[0].whole:
+            if func == torch.Tensor.detach and sys._getframe(1).f_code is SAVES and closed:
                 nothing = nothing_of(args[0])
-                if nothing is not None:
-                    return nothing
-            if hidden and args and args[0] is parts[0].parameter and sys._getframe(1).f_code is not SAVES:
-                seen = without_values(func, args, kwargs, args[0], lambda touching: refuse_closed(touching, parts))
-                if seen is not UNREAD:
-                    return seen
-            refuse_closed(func, parts)
+                return nothing if nothing is not None else refuse_touched([args[0]], func)
+            if not all(part.whole for part in parts):
+                return refuse(cls, func, types, args, kwargs)
             if func == _DATA.__get__:  # what is written through it must show
                 with torch._C.DisableTorchFunctionSubclass():
                     return parts[0].parameters.alias(0, func(*args))
@@ -99,18 +91,6 @@ def parts_in(value: Any) -> list[InitBucket]:
     """The buckets of all parameters in nested arguments that ``Init`` partitioned."""
     found = [part for part in map(part_of, sharded_in(value)) if part is not None]
     return list({id(part): part for part in found}.values())
-
-
-def refuse_closed(func: Any, parts: Sequence[InitBucket]) -> Any:
-    """Raise for the first use of parameters of which only parts are here."""
-    closed = [part.name for part in parts if not part.whole]
-    if closed:
-        raise PartitionedAccessError(
-            f"{getattr(func, '__name__', func)} touched {', '.join(map(repr, closed))}: zoo.zero.Init partitioned it, "
-            "and only a part is on this rank. Inside the Init context initialisers may touch it; afterwards use `with "
-            "zoo.zero.GatheredParameters(...)`, or construct the optimizer, which makes parameters whole when their "
-            "modules run."
-        )
 
 
 class InitBucket(Bucket):
