@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zoo import sim
-from zoo.shard.guard import CAN_REFUSE_STORAGE
+from zoo.shard.memory import CAN_REFUSE_STORAGE
 from zoo.zero import (
     GatheredParameters,
     Init,

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import Handle, advance
-from zoo.shard.guard import CAN_REFUSE_STORAGE, allow_storage, grad_dtype, has_raw_grad, raw_grad, refuse_storage
+from zoo.shard.guard import grad_dtype, has_raw_grad, raw_grad
+from zoo.shard.memory import CAN_REFUSE_STORAGE, allow_storage, refuse_storage
 from zoo.shard.partitioned import PartitionedAccessError, PartitionedGradient, WholeGradient
 from zoo.shard.roles import GRADIENT, power_of
 

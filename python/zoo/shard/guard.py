@@ -22,6 +22,7 @@ from torch import nn
 
 from zoo.shard.call_stack import SAVES, TORCH_FUNCTIONS, called_by, nothing_of, split_for_torch
 from zoo.shard.dtensors import is_dtensor
+from zoo.shard.memory import allow_storage, refuse_storage
 from zoo.shard.partitioned import (
     CONVERSIONS,
     UNREAD,
@@ -36,10 +37,6 @@ from zoo.shard.partitioned import (
 from zoo.shard.quantised_parameters import class_of, ordinary, shown
 
 _DISABLED = torch._C._disabled_torch_function_impl
-_SET_ERROR = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-_CLEAR_ERROR = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
-# Newer torch can make a storage refuse access, and take that back.
-CAN_REFUSE_STORAGE = _SET_ERROR is not None and _CLEAR_ERROR is not None
 _GRAD: Any = torch.Tensor.grad  # the C level attributes beneath the properties
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _DATA: Any = torch.Tensor.data
@@ -332,26 +329,6 @@ def release(parameter: Any) -> None:
         parameter.grad_dtype = parameter.dtype
 
 
-class _LeadTo(torch.autograd.Function):
-    """A graph of one node that leads to all of its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise AssertionError("nobody goes back through this.")
-
-
-def accumulators(parameters: Sequence[nn.Parameter]) -> list[Any]:
-    """The autograd nodes that add to the gradients of those of ``parameters`` that require one."""
-    with torch.enable_grad():
-        led = _LeadTo.apply(*parameters)
-    # torch 2.11 tells what a node leads to only while there is a tensor that came from it.
-    return [node for node, _ in led.grad_fn.next_functions if node is not None] if led.grad_fn is not None else []
-
-
 def assign_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """What ``parameter.data = value`` does in torch."""
     _DATA.__set__(parameter, value)
@@ -384,18 +361,6 @@ def raw_data(parameter: nn.Parameter) -> torch.Tensor:
     """What ``parameter.data`` is in torch."""
     with torch._C.DisableTorchFunctionSubclass():
         return _DATA.__get__(parameter)  # type: ignore[no-any-return]
-
-
-def refuse_storage(address: int, message: str) -> None:
-    """Make every access to this storage's data raise ``message`` (where torch offers it)."""
-    if _SET_ERROR is not None and _CLEAR_ERROR is not None:
-        _SET_ERROR(address, message)
-
-
-def allow_storage(address: int) -> None:
-    """Undo :func:`refuse_storage`."""
-    if _CLEAR_ERROR is not None:
-        _CLEAR_ERROR(address)
 
 
 def refuse_copy(what: object) -> NoReturn:

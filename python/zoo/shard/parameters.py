@@ -13,10 +13,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from zoo.comm import Handle, advance
 from zoo.layout import FlatLayout
-from zoo.shard.guard import accumulators, assign_data, raw_data
+from zoo.shard.guard import assign_data, raw_data
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.offload.tiers import OffloadError
 from zoo.shard.roles import ORIGINAL, PARAMETER, RoleBuffer
@@ -363,6 +364,26 @@ class BucketParameters:
         kept = self.shard.nbytes if self.bucket.partitioned else 0
         besides = sum(t.nbytes for t in (self.secondary, self.bucket.roles.get(ORIGINAL)) if t is not None)
         return self._storage.nbytes() + kept + besides
+
+
+class _LeadTo(torch.autograd.Function):
+    """A graph of one node that leads to all of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise AssertionError("nobody goes back through this.")
+
+
+def accumulators(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """The autograd nodes that add to the gradients of those of ``parameters`` that require one."""
+    with torch.enable_grad():
+        led = _LeadTo.apply(*parameters)
+    # torch 2.11 tells what a node leads to only while there is a tensor that came from it.
+    return [node for node, _ in led.grad_fn.next_functions if node is not None] if led.grad_fn is not None else []
 
 
 def fill_from(view: torch.Tensor, parameter: Any) -> None:

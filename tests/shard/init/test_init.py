@@ -19,7 +19,7 @@ from torch import nn
 from zoo import sim
 from zoo.comm import CollectiveMismatchError
 from zoo.io import AioConfig
-from zoo.shard.guard import CAN_REFUSE_STORAGE
+from zoo.shard.memory import CAN_REFUSE_STORAGE
 from zoo.zero import Init, PartitionedAccessError, Stage3Optimizer, ZeroConfig, ZeroOptimizer
 
 

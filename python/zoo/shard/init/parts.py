@@ -113,7 +113,7 @@ class InitBucket(Bucket):
         self._sharing, self._parameter = sharing, weakref.ref(parameter)
         self.name, self.comm = name, sharing.comm
         self.origin: InitBucket | None = None
-        self.aliased, self.version, self._exact = False, -1, True
+        self.aliased, self.version = False, -1
         self.writers = 0
         self._build(parameter, dtype, source, source.spec.group_size if source is not None else 0)
         # What is dropped while a model is built, as a weight that is tied, is freed at once.
@@ -189,11 +189,10 @@ class InitBucket(Bucket):
 
     def make_whole(self, *, exact: bool = False) -> None:
         """Gather the value; ``exact``: as it is kept, also where what is gathered is rounded. Collective."""
-        if self.whole and (self._exact or not exact):
+        if self.whole and (self.parameters.is_exact or not exact):
             return
         self.executor.reshard(self)
         self.executor.wait(self, exact=exact)
-        self._exact = exact or not self.parameters.rounds
         self.version, self.aliased = self._writes(), False
 
     def _writes(self) -> int:
@@ -244,7 +243,7 @@ class InitBucket(Bucket):
 
     def store(self, src: int) -> None:
         """Keep the part of rank ``src``'s whole value that is this rank's. Collective."""
-        if not self._exact:
+        if not self.parameters.is_exact:
             raise AssertionError(f"rank {self.comm.rank}: {self.name} was rounded when it was gathered.")
         full = self.parameters.full
         if full.numel():

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Variable
 
 from zoo.shard.buckets import Bucket
-from zoo.shard.guard import accumulators
+from zoo.shard.parameters import accumulators
 
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
