@@ -14,14 +14,14 @@ Here is what a bucket is; what it holds is in two files of their own, ``paramete
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from zoo.layout import Split, split_of
 from zoo.shard.collectives.routes import Hop, Packer, Routes
 from zoo.shard.gradients import BucketGradients
-from zoo.shard.guard import Guard, cannot_convert
+from zoo.shard.guard import cannot_convert
 from zoo.shard.memory import Memory
 from zoo.shard.offload.tiers import Tier
 from zoo.shard.parameters import BucketParameters, leave_ordinary
@@ -78,6 +78,14 @@ class Bucket:
         gradients: the gradients' buffers; None for frozen parameters.
     """
 
+    parameter_class: ClassVar[type | None] = None
+    """Of its parameters; None: they have one that no other bucket's have."""
+    touched: ClassVar[str] = (
+        "a parameter of {label} (or a view of one) was touched while it is partitioned (ZeRO stage 3): only inside its "
+        "unit's forward and backward is it whole."
+    )
+    """What is wrong with touching the memory of its parameters while that is gone."""
+
     def __init__(
         self, index: int, spec: BucketSpec, placements: Placements, routes: Routes, memory: Memory, *,
         scratch: Scratch | None = None, stores: Mapping[str, Store] | None = None, keep_norms: bool = False,
@@ -133,13 +141,6 @@ class Bucket:
             shard.set(values)
         if self.gradients is not None:
             self.gradients.travel()
-
-    def new_guard(self, storage: torch.UntypedStorage) -> Guard:
-        """For the parameters, whose memory is ``storage``."""
-        return Guard(
-            self, storage, lambda: f"a parameter of {self.label} (or a view of one) was touched while it is "
-            "partitioned (ZeRO stage 3): only inside its unit's forward and backward is it whole.",
-        )  # fmt: skip
 
     def take_external(self, slot: int) -> bool:
         """A parameter was touched while it is refused: whether a running forward takes it."""

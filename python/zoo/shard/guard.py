@@ -13,7 +13,7 @@ to refuse access. Without either, reading freed storage would end the process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -254,19 +254,15 @@ class Guard:
     Args:
         bucket: the :class:`~zoo.shard.buckets.Bucket`, which the class has.
         storage: the memory of its parameters.
-        message: says what is wrong with touching that memory while it is gone.
-        cls: in the place of a class of its own: one whose instances have the bucket, and find out by themselves whether
-            they are whole.
+
+    Of a bucket with a ``parameter_class`` these find out by themselves whether they are whole, and each has the bucket.
     """
 
-    def __init__(
-        self, bucket: Any, storage: torch.UntypedStorage, message: Callable[[], str], cls: type | None = None
-    ) -> None:
+    def __init__(self, bucket: Any, storage: torch.UntypedStorage) -> None:
         self._shown: Any = _DISABLED  # what the class does to functions of torch while its parameters are whole
-        self._bucket, self._shared = bucket, cls is not None
-        self._class: Any = cls or self._class_for(bucket)
+        self._bucket, self._shared = bucket, bucket.parameter_class is not None
+        self._class: Any = bucket.parameter_class or self._class_for(bucket)
         self._address = storage._cdata
-        self._message = message
 
     def _class_for(self, bucket: Any) -> Any:
         """The class of the bucket's parameters."""
@@ -312,7 +308,7 @@ class Guard:
 
     def close(self) -> None:
         """The memory is gone: refuse everything that shares it."""
-        refuse_storage(self._address, self._message())
+        refuse_storage(self._address, self._bucket.touched.format(label=self._bucket.label))
 
     def open(self) -> None:
         """There is memory again."""

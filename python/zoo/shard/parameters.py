@@ -17,7 +17,7 @@ from torch import nn
 
 from zoo.comm import Handle, advance
 from zoo.layout import FlatLayout
-from zoo.shard.guard import assign_data, raw_data
+from zoo.shard.guard import Guard, assign_data, raw_data
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.offload.tiers import OffloadError
 from zoo.shard.roles import ORIGINAL, PARAMETER, RoleBuffer
@@ -72,7 +72,7 @@ class BucketParameters:
         bucket, spec = self.bucket, self.bucket.spec
         self.full = torch.zeros(bucket.layout.size, dtype=spec.dtype, device=bucket.device)
         self._storage = self.full.untyped_storage()
-        self._guard = bucket.new_guard(self._storage)
+        self._guard = Guard(bucket, self._storage)
         # Values are brought together in the dtype in which they came, and rounded then.
         came = self.full if spec.original is spec.dtype else torch.zeros_like(self.full, dtype=spec.original)
         try:

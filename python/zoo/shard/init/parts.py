@@ -15,7 +15,7 @@ from torch import nn
 
 from zoo.shard.buckets import Bucket
 from zoo.shard.call_stack import SAVES, nothing_of
-from zoo.shard.guard import Guard, ShardedParameter, refuse, refuse_touched, sharded_in
+from zoo.shard.guard import ShardedParameter, refuse, refuse_touched, sharded_in
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.init.sharing import Sharing
 from zoo.shard.offload.tiers import Tier
@@ -107,6 +107,12 @@ class InitBucket(Bucket):
         origin: the part from which it was converted.
     """
 
+    parameter_class = InitParameter
+    touched = (
+        "{label} (or a view of it) was touched while zoo.zero.Init has partitioned it: only a part of it is on this "
+        "rank."
+    )
+
     def __init__(
         self, parameter: nn.Parameter, name: str, sharing: Sharing, dtype: torch.dtype, source: InitBucket | None = None
     ) -> None:
@@ -129,13 +135,6 @@ class InitBucket(Bucket):
         )  # fmt: skip
         self.owner = weakref.ref(sharing)
         self._alone = self.parameters.shared_by()
-
-    def new_guard(self, storage: torch.UntypedStorage) -> Guard:
-        """See :class:`~zoo.shard.buckets.Bucket`."""
-        return Guard(
-            self, storage, lambda: f"{self.name!r} (or a view of it) was touched while zoo.zero.Init has "
-            "partitioned it: only a part of it is on this rank.", InitParameter,
-        )  # fmt: skip
 
     def new_shard(self) -> RoleBuffer:
         """See :class:`~zoo.shard.buckets.Bucket`."""
@@ -179,6 +178,7 @@ class InitBucket(Bucket):
     def rename(self, name: str) -> None:
         """The full name of the parameter, once the model is known."""
         self.name = self.spec.names[0] = self._called[0] = self.parameter._zoo_name = name  # type: ignore[attr-defined]
+        self.label = repr(name)
 
     # Whole -----------------------------------------------------------------------------------------------------------
 
