@@ -34,9 +34,8 @@ from zoo.shard.gradients import GradientPhase
 from zoo.shard.runtime.contexts import FAILED, BackwardPart, Context, Contexts, Phase, Unit
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.graph_tasks import GraphTasks, follow, multiplied, note_multiplied
-from zoo.shard.runtime.reductions import Reductions
 from zoo.shard.runtime.residency import Residency
-from zoo.shard.runtime.walk import Walk
+from zoo.shard.runtime.walk import Reductions, Walk
 
 _ACCUMULATING = GradientPhase.ACCUMULATING
 _graph_task = torch._C._current_graph_task_id

@@ -29,8 +29,8 @@ from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Unit
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.external import registered
 from zoo.shard.runtime.outputs import tensors_in
-from zoo.shard.runtime.reductions import Demand, Reductions
 from zoo.shard.runtime.residency import Residency, ResidencyPolicy
+from zoo.shard.runtime.walk import Demand, Reductions
 
 if TYPE_CHECKING:
     from zoo.shard.config import ZeroConfig
