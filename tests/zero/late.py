@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.zero import ZeroOptimizer
-from zoo.zero.update.clipping import Outcome
+from zoo.zero.update.alike import Outcome
 
 _READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item", "_unique2", "masked_select")
 _METHODS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "cpu")

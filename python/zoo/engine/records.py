@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zoo.monitor import Feed
     from zoo.shard import ShardedModel
     from zoo.zero import ZeroOptimizer
-    from zoo.zero.update.clipping import Outcome
+    from zoo.zero.update.alike import Outcome
 
 _log = logging.getLogger("zoo.engine")
 _graph_task = torch._C._current_graph_task_id

@@ -55,5 +55,5 @@ from .state.access import safe_set_local_fp32_param as safe_set_local_fp32_param
 from .state.access import safe_set_local_grad as safe_set_local_grad
 from .state.access import safe_set_local_optimizer_state as safe_set_local_optimizer_state
 from .state.logical import StateSlice as StateSlice
-from .update.clipping import LossScaler as LossScaler
 from .update.clipping import NonFiniteGradientsError as NonFiniteGradientsError
+from .update.loss_scale import LossScaler as LossScaler

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from zoo.shard.runtime.planning import Drive
     from zoo.zero.forecast.costs import Forecast
     from zoo.zero.update.alike import Alike
-    from zoo.zero.update.clipping import LossScaler
     from zoo.zero.update.in_backward import UpdateInBackward
+    from zoo.zero.update.loss_scale import LossScaler
     from zoo.zero.update.updater import Updater
 
 

@@ -35,20 +35,11 @@ from zoo.zero.options.arguments import (
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.state.optimizer_states import OptimizerStates
 from zoo.zero.state.saved import SavedState
-from zoo.zero.update.alike import Alike, Comparison
-from zoo.zero.update.clipping import (
-    UNCHANGED,
-    Clipping,
-    Factors,
-    LossScaler,
-    Nonfinite,
-    NonFiniteGradientsError,
-    Outcome,
-    make_scaler,
-)
+from zoo.zero.update.alike import Alike, Comparison, Outcome, Tally
+from zoo.zero.update.clipping import UNCHANGED, Clipping, Factors, Nonfinite, NonFiniteGradientsError
 from zoo.zero.update.in_backward import UpdateInBackward
 from zoo.zero.update.instances import retire
-from zoo.zero.update.norms import Tally
+from zoo.zero.update.loss_scale import LossScaler, make_scaler
 from zoo.zero.update.probe import Tried, Wrapped, try_out
 from zoo.zero.update.updater import Updater
 
@@ -204,7 +195,7 @@ class ZeroOptimizer(SavedState):
         unsplit = self._is_unsplit(wrapped, tried)
         self.updater = Updater(sharded, wrapped, tried, unsplit=unsplit, multiplies=self._scaler is not None)
         self._comparison = Comparison(
-            self.alike, sharded, self.clipping, self._gradients, self.updater.give_up,
+            self.alike, sharded, self._gradients, self.updater.give_up,
             counts=not self.config.update_in_backward,
         )  # fmt: skip
         self.clipping.refuses = self._comparison.refuse
@@ -346,7 +337,10 @@ class ZeroOptimizer(SavedState):
         self.sharded.wait_for_layers()
         self._settle()
         self.sharded.sync_buffers()
-        tally = self._comparison.tally(mine, alike, groups, self.loss_scale)
+        clipping = self.clipping
+        tally = self._comparison.tally(
+            mine, alike, groups, measures=clipping.may_skip, loss_scale=self.loss_scale, clipped=clipping.clipped
+        )
         told = partial(self._told, tally, mine is not None)
         if self._in_backward is not None:
             self._in_backward.step()

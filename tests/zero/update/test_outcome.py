@@ -18,7 +18,8 @@ from torch import nn
 from zoo import optim, sim
 from zoo.zero import LossScaler, NonFiniteGradientsError, ZeroOptimizer
 from zoo.zero import safe_get_full_grad as full_grad
-from zoo.zero.update.clipping import Clipping, Outcome
+from zoo.zero.update.alike import Outcome
+from zoo.zero.update.clipping import Clipping
 from zoo.zero.update.expected import ExpectedStates
 
 OLD = torch.torch_version.TorchVersion(torch.__version__) < (2, 15)

@@ -1,8 +1,9 @@
-"""What all ranks have to have alike in every step: the options of parameter groups, and what the caller adds.
+"""What ranks tell each other in a step beside gradients: numbers to add up, and such as all of them have to have alike,
+the options of parameter groups and what the caller adds.
 
 A shard that is updated at a learning rate of its own is no error of any tensor: nothing would tell. So each rank has a
-row of numbers, which goes with the numbers that a step sends anyway (:class:`~zoo.zero.update.norms.Tally`), and every
-rank compares all rows. What is alike at construction, where all options are compared, has to stay so.
+row of numbers, which goes with the numbers that a step sends anyway (:class:`Tally`), and every rank compares all rows.
+What is alike at construction, where all options are compared, has to stay so.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zoo.comm import CollectiveMismatchError
+from zoo.comm import CollectiveMismatchError, Communicator
 from zoo.shard.agreement import described, listed, told_by_rank
-from zoo.zero.update.norms import Tally
 
 if TYPE_CHECKING:
     from zoo.shard.gradients import BucketGradients
     from zoo.shard.sharded import ShardedModel
-    from zoo.zero.update.clipping import Clipping, Outcome
 
 CHANGES = "changes of reduced gradients since they were dropped"
 """How often any was reduced or cleared: ranks that step with others' sums, or with none, have another number."""
@@ -129,30 +128,138 @@ class Alike:
         return f"{name} ({here} in the groups of this rank): {listed(others)} other than rank {ranks[0]}"
 
 
+class Tally:
+    """Numbers of each rank that a step adds up over all of them, and such as have to be alike.
+
+    Args:
+        mine: (k,) of this rank, to add up. alike: (A,) of this rank (:meth:`Alike.row`).
+        comm: all ranks that have numbers; layers: those with other layers of the model, None for none.
+    """
+
+    def __init__(
+        self, mine: torch.Tensor, comm: Communicator, layers: Communicator | None, alike: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        self.comm, self._layers, self._num = comm, layers, mine.numel()
+        self.mine = mine.double() if alike is None else torch.cat([mine.double(), alike.to(mine.device)])
+        self._sums: torch.Tensor | None = None
+        self._everyone: torch.Tensor | None = None
+
+    def ride(self, comm: Communicator, others: torch.Tensor) -> torch.Tensor | None:
+        """(N m,) the (m,) ``others`` of every rank, if these go to the same ranks and the tally is not on its way."""
+        if self._everyone is not None or tuple(comm.ranks) != tuple(self.comm.ranks):
+            return None
+        both = of_all(comm, torch.cat([others, self.mine.to(others.device)])).view(comm.size, -1)
+        self._everyone = both[:, others.numel() :]
+        return both[:, : others.numel()].reshape(-1)
+
+    def have_measured(self, powers: Sequence[torch.Tensor]) -> None:
+        """What each rank has added up by itself over gradients that all of them have whole becomes the last of the
+        numbers that have to be alike."""
+        if powers and self._everyone is None and self.mine.numel() > self._num:
+            mantissa, exponent = torch.frexp(torch.stack(list(powers)).sum().double())
+            coarse = torch.ldexp((mantissa * 2.0**16).round(), exponent - 16).sqrt()
+            self.mine[-1] = coarse.nan_to_num(nan=-1.0, posinf=-2.0)
+
+    def sums(self) -> torch.Tensor:
+        """(k,) fp64 on the device. Collective, unless it was ridden or asked for before."""
+        if self._sums is None:
+            if self._everyone is None:
+                self._everyone = of_all(self.comm, self.mine).view(self.comm.size, -1)
+            sums, rows = self._everyone[:, : self._num].sum(0), self._everyone[:, self._num :]
+            if self._layers is not None:
+                # Whether any of them finds rows that are not alike goes with their sums.
+                found = torch.cat([sums, (rows != rows[:1]).any().double().reshape(1)])
+                found = of_all(self._layers, found).view(self._layers.size, -1).sum(0)
+                sums, self._elsewhere = found[:-1], found[-1:]
+            self._sums = sums
+        return self._sums
+
+    _elsewhere: torch.Tensor | None = None
+
+    def rows(self) -> torch.Tensor | None:
+        """(1 + N A,) fp64 on the device: how many groups of ranks have rows that are not alike, where that is known of
+        other layers too, else 0; and the rows of all ranks. None where they were not sent. Starts no collective."""
+        if self._everyone is None or self._everyone.shape[1] == self._num:
+            return None
+        rows = self._everyone[:, self._num :].reshape(-1)
+        return torch.cat([rows.new_zeros(1) if self._elsewhere is None else self._elsewhere, rows])
+
+
+class Outcome:
+    """The norm of the gradients and sums over ranks, on their way to the host.
+
+    On a GPU they are copied to pinned memory behind the work that makes them, and nothing waits until :meth:`read`,
+    which waits for this copy alone and not for what was launched after it.
+
+    Args:
+        norm: () fp64, without the loss scale; None where it was not measured.
+        sums: (k,) fp64, of a tally; None without one.
+        rows: (1 + N A,) fp64, what ranks have to have alike (:meth:`Tally.rows`).
+
+    Attributes:
+        sums: as given, on the device.
+        made: when it is read, the update has been made.
+        rows: as given, once it has been read.
+    """
+
+    def __init__(
+        self, norm: torch.Tensor | None, sums: torch.Tensor | None, rows: torch.Tensor | None = None, *,
+        made: bool = False,
+    ) -> None:  # fmt: skip
+        self.sums, self._measured, self.made = sums, norm is not None, made
+        self.rows: list[float] = []
+        self._num_rows = 0 if rows is None else rows.numel()
+        given = [t for t in (norm.reshape(1) if norm is not None else None, sums, rows) if t is not None]
+        if not given:
+            raise AssertionError("an outcome of nothing.")
+        numbers = torch.cat(given) if len(given) > 1 else given[0]
+        self._copied: torch.cuda.Event | None = None
+        if numbers.device.type == "cuda":
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            host.copy_(numbers, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(numbers.device))
+            numbers = host
+        self._numbers = numbers
+
+    def read(self) -> tuple[float | None, list[float]]:
+        """(the norm or None, the k sums); ``rows`` are there from now on. Starts no collective."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers: list[float] = self._numbers.tolist()
+        end = len(numbers) - self._num_rows
+        self.rows = numbers[end:]
+        return (numbers[0], numbers[1:end]) if self._measured else (None, numbers[:end])
+
+
 class Comparison:
     """Sends this rank's row with a step, and refuses the step where ranks do not have alike what they have to.
 
     Args:
         alike: makes the rows.
-        sharded, clipping, gradients: of the optimizer that makes the step.
+        sharded, gradients: of the optimizer that makes the step.
         give_up: called with why, where the update was made before that was known.
         counts: what happened to gradients counts; in backward they are used up before the step.
     """
 
     def __init__(
-        self, alike: Alike, sharded: ShardedModel, clipping: Clipping, gradients: Sequence[BucketGradients],
+        self, alike: Alike, sharded: ShardedModel, gradients: Sequence[BucketGradients],
         give_up: Callable[[str], None], *, counts: bool,
     ) -> None:  # fmt: skip
-        self._alike, self._sharded, self._clipping, self._gradients = alike, sharded, clipping, gradients
+        self._alike, self._sharded, self._gradients = alike, sharded, gradients
         self._give_up, self._counts = give_up, counts
 
     def tally(
-        self, mine: torch.Tensor | None, alike: Mapping[str, float], groups: list[dict[str, Any]], loss_scale: float
+        self, mine: torch.Tensor | None, alike: Mapping[str, float], groups: list[dict[str, Any]], *, measures: bool,
+        loss_scale: float, clipped: float,
     ) -> Tally | None:  # fmt: skip
-        """What a step sends beside norms; with ``mine`` it may take a collective of its own."""
-        sharded, clipping = self._sharded, self._clipping
+        """What a step sends beside norms; with ``mine`` it may take a collective of its own.
+
+        ``measures``: the step measures the norm. ``clipped``: what gradients have been multiplied by.
+        """
+        sharded = self._sharded
         comm, layers = sharded.comm, sharded.layers
-        if mine is None and (layers is not None or not clipping.may_skip):
+        if mine is None and (layers is not None or not measures):
             return None
         if comm.size == 1 and layers is None:  # nobody to be alike with
             return None if mine is None else Tally(mine, comm, layers)
@@ -161,7 +268,7 @@ class Comparison:
         if self._counts:
             added[CHANGES] = float(sum(g.num_changes for g in self._gradients))
             added[WRITES] = sharded.writes.digest()
-            added |= {SCALE: loss_scale, CLIPPED: clipping.clipped}
+            added |= {SCALE: loss_scale, CLIPPED: clipped}
         row = self._alike.row(groups, {**alike, **added}, sharded.buckets[0].device)
         return Tally(row.new_empty(0) if mine is None else mine, comm, layers, row)
 
@@ -241,3 +348,10 @@ def _together(values: Sequence[Any], device: torch.device) -> torch.Tensor:
                 1.0 + math.sqrt(place)
             )
     return total
+
+
+def of_all(comm: Communicator, mine: torch.Tensor) -> torch.Tensor:
+    """(N k,) this (k,) of every rank."""
+    everyone = mine.new_empty(comm.size * mine.numel())
+    comm.all_gather(everyone, mine, label="norms of gradients").wait()
+    return everyone

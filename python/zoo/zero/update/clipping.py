@@ -1,13 +1,13 @@
-"""What a step multiplies the gradients by, and what it came to: loss scale, clipping, gradients that are not finite.
+"""What a step multiplies the gradients by, and what it came to: their norm, clipping, gradients that are not finite.
 
-The norm, and with it whether a step is skipped, may be known to the device only (:class:`Outcome`).
+The norm of the whole mean gradient has the same bits at every stage and bucket size (:func:`global_norm`). It, and with
+it whether a step is skipped, may be known to the device only (:class:`~zoo.zero.update.alike.Outcome`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,10 @@ import torch
 
 from zoo.comm import Communicator
 from zoo.shard.gradients import BucketGradients
-from zoo.zero.update.norms import Tally, are_wide, global_norm
+from zoo.shard.placement.axes import Axes
+from zoo.shard.roles import power_of, sums_of_squares
+from zoo.zero.update.alike import Outcome, Tally, of_all
+from zoo.zero.update.loss_scale import LossScaler
 
 Nonfinite = Literal["skip", "error", "use"]
 EPSILON = 1e-6
@@ -253,125 +256,7 @@ UNCHANGED = Factors()
 """Gradients as they are."""
 
 
-@dataclass
-class LossScaler:
-    """The factor the loss is multiplied by, and how it moves: keeps small gradients above fp16's smallest number.
-
-    Static (``dynamic=False``): the scale never changes; a step whose gradients overflow is still skipped.
-    Dynamic (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2): after ``window`` steps in a row without
-    overflow the scale doubles; an overflow uses up one of ``hysteresis`` lives, and once none is left the scale halves,
-    down to ``min_scale``. Lives come back when the scale doubles, or after every good step with
-    ``consecutive_hysteresis``.
-    """
-
-    scale: float = 2.0**16
-    dynamic: bool = True
-    window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_scale: float = 1.0
-    good_steps: int = 0
-    lives: int = -1
-
-    def __post_init__(self) -> None:
-        numbers: tuple[Any, ...] = (self.scale, self.min_scale, self.window, self.hysteresis, self.lives)
-        if wrong := [number for number in numbers if not isinstance(number, Real)]:
-            raise ValueError(f"a loss scaler got {wrong[0]!r}, a {type(wrong[0]).__name__}; it takes numbers.")
-        if not 0 < self.scale < math.inf or not self.min_scale > 0 or self.window < 1 or self.hysteresis < 1:
-            raise ValueError(
-                f"a loss scaler needs a finite scale > 0, min_scale > 0, window >= 1 and hysteresis >= 1; got "
-                f"scale={self.scale}, min_scale={self.min_scale}, window={self.window}, hysteresis={self.hysteresis}."
-            )
-        if self.lives < 0:
-            self.lives = self.hysteresis
-
-    def update(self, *, overflow: bool) -> None:
-        """Move the scale after a step."""
-        if not self.dynamic:
-            return
-        if overflow:
-            self.good_steps = 0
-            if self.lives > 1:
-                self.lives -= 1
-            else:
-                self.scale = max(self.scale / 2, self.min_scale)
-            return
-        self.good_steps += 1
-        if self.consecutive_hysteresis:
-            self.lives = self.hysteresis
-        if self.good_steps % self.window == 0:
-            self.scale *= 2
-            self.lives = self.hysteresis
-
-    def state(self) -> dict[str, float]:
-        """What a checkpoint has to keep."""
-        return {"scale": self.scale, "good_steps": self.good_steps, "lives": self.lives}
-
-    def load(self, state: dict[str, float]) -> None:
-        """Take over what :meth:`state` returned."""
-        self.scale = float(state["scale"])
-        self.good_steps, self.lives = int(state["good_steps"]), int(state["lives"])
-
-
-def make_scaler(loss_scale: float | str | LossScaler | None) -> LossScaler | None:
-    """None, "dynamic", a number (a static scale), or a scaler made by the caller."""
-    if loss_scale is None or isinstance(loss_scale, LossScaler):
-        return loss_scale
-    if loss_scale == "dynamic":
-        return LossScaler()
-    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
-        return LossScaler(scale=float(loss_scale) if abs(loss_scale) < 2**1000 else math.inf, dynamic=False)
-    raise ValueError(f"loss_scale={loss_scale!r}; allowed are None, 'dynamic', a positive number, or a LossScaler.")
-
-
 Groups = Sequence[Mapping[str, Any]]
-
-
-class Outcome:
-    """The norm of the gradients and sums over ranks, on their way to the host.
-
-    On a GPU they are copied to pinned memory behind the work that makes them, and nothing waits until :meth:`read`,
-    which waits for this copy alone and not for what was launched after it.
-
-    Args:
-        norm: () fp64, without the loss scale; None where it was not measured.
-        sums: (k,) fp64, of a tally; None without one.
-        rows: (1 + N A,) fp64, what ranks have to have alike (:meth:`~zoo.zero.update.norms.Tally.rows`).
-
-    Attributes:
-        sums: as given, on the device.
-        made: when it is read, the update has been made.
-        rows: as given, once it has been read.
-    """
-
-    def __init__(
-        self, norm: torch.Tensor | None, sums: torch.Tensor | None, rows: torch.Tensor | None = None, *,
-        made: bool = False,
-    ) -> None:  # fmt: skip
-        self.sums, self._measured, self.made = sums, norm is not None, made
-        self.rows: list[float] = []
-        self._num_rows = 0 if rows is None else rows.numel()
-        given = [t for t in (norm.reshape(1) if norm is not None else None, sums, rows) if t is not None]
-        if not given:
-            raise AssertionError("an outcome of nothing.")
-        numbers = torch.cat(given) if len(given) > 1 else given[0]
-        self._copied: torch.cuda.Event | None = None
-        if numbers.device.type == "cuda":
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            host.copy_(numbers, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(numbers.device))
-            numbers = host
-        self._numbers = numbers
-
-    def read(self) -> tuple[float | None, list[float]]:
-        """(the norm or None, the k sums); ``rows`` are there from now on. Starts no collective."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        numbers: list[float] = self._numbers.tolist()
-        end = len(numbers) - self._num_rows
-        self.rows = numbers[end:]
-        return (numbers[0], numbers[1:end]) if self._measured else (None, numbers[:end])
 
 
 class SkipsOnDevice:
@@ -412,3 +297,103 @@ class SkipsOnDevice:
     def loaded(self) -> None:
         """States came from elsewhere, and perhaps not all."""
         self._made = self._coming = None
+
+
+# The norm ------------------------------------------------------------------------------------------------------------
+
+
+def global_norm(
+    gradients: Sequence[BucketGradients], layers: Communicator | None = None, norm_type: float = 2.0,
+    tally: Tally | None = None, *, wide: bool = False, absent: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """(Σ |g|^p)^(1/p) or, for p = ``norm_type`` = infinity, max |g|. Collective.
+
+    Powers are added in fp64, family by family, chunk by chunk and bucket by bucket, in an order that no stage changes,
+    and the norm is rounded to fp32 once, at the end, so that its bits do not tell how parameters share buckets, which
+    instruction set or device added, or how many threads. (Sums that differ by n·2^-53 round to two values where one
+    of them is as near to the middle between two fp32 numbers: about n in 10^8 norms.) Of fp64 gradients it is not
+    rounded (``wide``, see :func:`are_wide`), and its last bit may depend on ``reduce_bucket_size``.
+
+    Each element counts once: chunks are added over the ranks that split a bucket, and parts along other mesh axes over
+    the ranks that have them; ranks that repeat something do not add it. What ``layers``, the ranks with other layers,
+    have is added at the end, in their order, so that all of them have the same bits.
+
+    Where gradients are left to the optimizer, so that ranks have different ones, it is ((1/R) Σ_r ‖g_r‖^p)^(1/p).
+
+    A ``tally`` rides in the same collective where the ranks are the same. ``absent``: this rank has no gradients, which
+    count as zero; others may have some.
+
+    Returns:
+        () fp64, on the device: nothing waits for it.
+
+    Raises:
+        ValueError: p is no number > 0.
+    """
+    number: Any = norm_type
+    number = math.inf if number == "inf" else number  # torch takes both
+    if not isinstance(number, Real) or not float(number) > 0:
+        raise ValueError(f"norm_type={norm_type!r}; a norm over all gradients has a number > 0, or math.inf, for it.")
+    p = float(number)
+    families = dict.fromkeys(g.bucket.routes.axes for g in sorted(gradients, key=lambda g: g.bucket.spec.axes))
+    found = [(_powers(gradients, axes, p, tally, absent), axes.in_norm) for axes in families]
+    if tally is not None:
+        tally.have_measured(
+            [power for (power, _), axes in zip(found, families, strict=True) if _is_alone(axes, gradients)]
+        )
+    powers = _joined(torch.stack([power if counts else torch.zeros_like(power) for power, counts in found]), p)
+    if layers is not None:
+        powers = _joined(of_all(layers, powers.reshape(1)), p)
+    norm = powers.sqrt() if p == 2.0 else powers if math.isinf(p) else powers.pow(1.0 / p)
+    if wide:
+        return norm
+    rounded = norm.float().double()
+    return torch.where(rounded.isinf(), norm, rounded)  # a finite norm may be larger than any number of fp32
+
+
+def are_wide(gradients: Sequence[BucketGradients], layers: Communicator | None) -> bool:
+    """Whether any gradients are fp64, on this rank or on those with other layers. Collective over ``layers``."""
+    here = any(g.bucket.spec.gradient_dtype is torch.float64 for g in gradients)
+    return here if layers is None or layers.is_dry else any(layers.all_gather_object(here))
+
+
+def _is_alone(axes: Axes, gradients: Sequence[BucketGradients]) -> bool:
+    """Whether every rank has the whole gradients of a family, and measures them by itself."""
+    bucket = next(g.bucket for g in gradients if g.bucket.routes.axes is axes)
+    whole = len(bucket.updated_chunks) == axes.shard.size
+    return whole and axes.parts is None and bucket.routes.apart() is None
+
+
+def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:
+    """Σ over (k,) sums of |g|^p, or the largest of (k,) maxima."""
+    return powers.amax() if math.isinf(p) else powers.sum()
+
+
+def _powers(
+    gradients: Sequence[BucketGradients], axes: Axes, p: float, tally: Tally | None, absent: bool
+) -> torch.Tensor:
+    """Σ |g|^p over the parameters of one family, or max |g|."""
+    mine = [g for g in gradients if g.bucket.routes.axes is axes]
+    none = torch.zeros(len(mine), dtype=torch.float64, device=mine[0].bucket.device)
+    chunks = [none if absent else powers_of(mine, c, p) for c in mine[0].bucket.updated_chunks]
+    each = torch.cat(chunks)
+    if len(chunks) < axes.shard.size:
+        ridden = tally.ride(axes.shard, each) if tally is not None else None
+        each = of_all(axes.shard, each) if ridden is None else ridden
+    powers = _joined(each, p)
+    apart = mine[0].bucket.routes.apart()
+    if apart is not None:  # the root mean square of the ranks' own norms
+        everyone = of_all(apart, powers.reshape(1))
+        powers = everyone.amax() if math.isinf(p) else everyone.mean()
+    return powers if axes.parts is None else _joined(of_all(axes.parts, powers.reshape(1)), p)
+
+
+def powers_of(gradients: Sequence[BucketGradients], index: int, p: float) -> torch.Tensor:
+    """(k,) fp64: Σ |g|^p over chunk ``index`` of each, or the largest |g| for p = infinity."""
+    found = [g.squares if p == 2.0 else None for g in gradients]
+    together = [i for i, g in enumerate(gradients) if found[i] is None and not g.role.is_away] if p == 2.0 else []
+    if len({gradients[i].dtype for i in together}) == 1:  # one call of the kernel
+        chunks = [gradients[i].reduced_chunk(index) for i in together]
+        for i, squares in zip(together, sums_of_squares(chunks), strict=True):
+            found[i] = squares
+    each = zip(gradients, found, strict=True)
+    return torch.stack([power_of(g.reduced_chunk(index), p) if power is None else power for g, power in each])

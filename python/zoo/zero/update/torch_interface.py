@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from zoo.shard.gradients import BucketGradients
     from zoo.shard.runtime.hooks import Runtime
     from zoo.shard.sharded import ShardedModel
-    from zoo.zero.update.clipping import Clipping, LossScaler, Outcome
+    from zoo.zero.update.alike import Outcome
+    from zoo.zero.update.clipping import Clipping
+    from zoo.zero.update.loss_scale import LossScaler
 
 _DATA: Any = torch.Tensor.data  # the C level attribute beneath the property
 Look = Callable[[Any], tuple[Sequence[str], Mapping[str, float]]]

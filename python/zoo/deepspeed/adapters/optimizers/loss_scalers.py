@@ -1,6 +1,6 @@
 """``deepspeed.runtime.fp16.loss_scaler``: the scale of a loss as an object, for loops of their own and in checkpoints.
 
-Engines have zoo's own, :class:`zoo.zero.update.clipping.LossScaler`; these count good steps as DeepSpeed's do.
+Engines have zoo's own, :class:`zoo.zero.update.loss_scale.LossScaler`; these count good steps as DeepSpeed's do.
 """
 
 from __future__ import annotations
