@@ -352,6 +352,8 @@ CHECKS = (
     Check(name="RMS norm", operators=("rms_norm", "add_rms_norm"), cases=decoding.rms_norm_cases),
     Check(name="rotary positions and the cache", operators=("rotary_cache_",), cases=decoding.rotary_cases),
     Check(
-        name="decoder layer", operators=("decoder_before_cache", "decoder_after_cache"), cases=decoding.layer_cases,
+        name="decoder layer", operators=(
+            "decoder_before_cache", "decoder_after_cache", "decoder_attention", "decoder_feed_forward"
+        ), cases=decoding.layer_cases,
     ),
 )  # fmt: skip

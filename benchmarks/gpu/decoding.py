@@ -12,7 +12,7 @@ from benchmarks.gpu.cases import DTYPES, Case
 
 from zoo.kernels.cached_attention import cached_attention
 from zoo.kernels.cached_attention.reference import cached_attention as attention_reference
-from zoo.kernels.decoder_layer import Product, RmsNorm, after_cache, before_cache
+from zoo.kernels.decoder_layer import Product, RmsNorm, after_cache, attention, before_cache, feed_forward
 from zoo.kernels.decoder_layer import reference as layer_reference
 from zoo.kernels.rms_norm import add_rms_norm, rms_norm
 from zoo.kernels.rms_norm import reference as rms_norm_reference
@@ -95,8 +95,11 @@ def layer_cases(large: bool) -> Iterator[Case]:
 
             def after(x: Tensor, q: Tensor, k: Tensor, v: Tensor, norm: RmsNorm, *rest: Product) -> Tensor:
                 out, gate_up, down = rest
-                how: Any = {"out": out, "gate_up": gate_up, "down": down}
-                return after_cache(x, q, k, v, None, norm, scale=0.3, activation="silu", **how)
+                how: Any = {"gate_up": gate_up, "down": down, "activation": "silu"}
+                if x.shape[1] > 1:  # as a layer that is split over ranks
+                    made, y = feed_forward(attention(q, k, v, None, scale=0.3, out=out), x, norm, **how)
+                    return y + made
+                return after_cache(x, q, k, v, None, norm, scale=0.3, out=out, **how)
 
             def before_reference(
                 x: Tensor, norm: RmsNorm, qkv: Product, cos: Tensor, sin: Tensor, head: Tensor

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 pytest.importorskip("transformers")
 
 from zoo import sim
-from zoo.inject import detach, inject
+from zoo.inject import decoder, detach, inject
 from zoo.inject.decoder import Decoder
+from zoo.kernels import loading
 from zoo.tensor import plan_of, split
 from zoo.tensor.proof import exact
 
@@ -59,6 +60,35 @@ def test_an_injected_split_model_computes_what_the_whole_one_does(case: tuple[st
             seen = prompts(side)["attention_mask"].bool()
             torch.testing.assert_close(logits[seen], right[seen], rtol=1e-11, atol=1e-11)
             assert torch.equal(words, same)
+
+
+@pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
+@pytest.mark.parametrize("options", [{}, UNEVEN, {"attention_bias": True, "mlp_bias": True}], ids=str)
+def test_a_token_of_a_split_layer_is_three_calls(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    for name in ("before_cache", "attention", "feed_forward", "after_cache"):
+        real = getattr(decoder, name)
+        monkeypatch.setattr(decoder, name, lambda *a, _n=name, _r=real, **k: (calls.append(_n), _r(*a, **k))[1])
+
+    def tokens(model: Any) -> list[torch.Tensor]:
+        with torch.no_grad():
+            first = model(torch.tensor([[3, 1, 4]]), use_cache=True)
+            return [model(torch.tensor([[i]]), cache=first.cache, use_cache=True).logits for i in (1, 5)]
+
+    def fn(rank: int) -> list[torch.Tensor]:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        model = model_of("Llama", torch.float32, **options)
+        split(model, plan_of(model), mesh, training=False)
+        inject(model)
+        calls.clear()
+        return tokens(model)
+
+    ranks = sim.run(2, fn)
+    first = [] if options is UNEVEN else ["before_cache"] * 8  # of 2 layers and ranks
+    assert sorted(calls) == ["attention"] * 8 + first + ["feed_forward"] * 8
+    for found, expected in zip(ranks[0], tokens(model_of("Llama", torch.float32, **options)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert all(map(torch.equal, *ranks))
 
 
 def test_what_one_rank_refuses_all_do() -> None:

@@ -13,13 +13,14 @@ from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading
-from zoo.kernels.decoder_layer import Product, RmsNorm, after_cache, before_cache, reference
+from zoo.kernels.decoder_layer import Product, RmsNorm, after_cache, attention, before_cache, feed_forward, reference
 from zoo.kernels.packed_linear import pack_weight
 
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 Tensor = torch.Tensor
 HEADS, GROUPS, DIM, WIDTH, WIDE = 4, 2, 16, 32, 48
 NO_CACHE = (None, None, None)
+FORWARD = ("norm", "gate_up", "activation", "down")
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -87,6 +88,9 @@ def test_it_has_the_bits_of_its_operations(
     )
     assert same_bits(z, other)
     assert z.shape == before["x"].shape
+    made = attention(q, k, v, None, scale=0.3, out=after["out"])
+    down, y = feed_forward(made, before["x"], **{key: after[key] for key in FORWARD})
+    assert same_bits(z, y + down)
 
 
 @pytest.mark.parametrize("mode", ["native", "reference"])
@@ -129,6 +133,12 @@ def test_opcheck(bits: int) -> None:
         torch.ops.zoo.decoder_after_cache.default,
         (before["x"], q, k, k, None, 0.5, *after["out"], *after["norm"], *after["gate_up"], "relu", *after["down"]),
     )
+    torch.library.opcheck(torch.ops.zoo.decoder_attention.default, (q, k, k, None, 0.5, *after["out"]))
+    x = before["x"]
+    torch.library.opcheck(
+        torch.ops.zoo.decoder_feed_forward.default,
+        (x, x.clone(), *after["norm"], *after["gate_up"], "relu", *after["down"]),
+    )
 
 
 @pytest.mark.parametrize("mode", ["native", "reference"])
@@ -146,3 +156,10 @@ def test_what_cannot_be(mode: str, use_mode: UseMode) -> None:
     q = values(2 * HEADS * DIM, 0).view(1, HEADS, 2, DIM)
     with pytest.raises(ValueError, match="must be"):
         after_cache(before["x"], q, q[:, :GROUPS], q[:, :GROUPS], None, **after | {"activation": "tanh"})
+    with pytest.raises(ValueError, match="packed weights have"):
+        attention(q, q, q, None, scale=0.3, out=after["out"]._replace(codes=[96]))
+    wrong = {key: after[key] for key in FORWARD} | {"down": after["down"]._replace(codes=[96])}
+    with pytest.raises(ValueError, match="packed weights have"):
+        feed_forward(before["x"], before["x"], **wrong)
+    with pytest.raises(ValueError, match="no gradient"):
+        feed_forward(before["x"].clone().requires_grad_(), before["x"], **wrong)

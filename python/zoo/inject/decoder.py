@@ -22,11 +22,12 @@ from zoo.inject.watch import is_plain
 from zoo.kernels import loading
 from zoo.kernels.activation import activate_
 from zoo.kernels.cached_attention import cached_attention
-from zoo.kernels.decoder_layer import after_cache, before_cache
+from zoo.kernels.decoder_layer import after_cache, attention, before_cache, feed_forward
 from zoo.kernels.rms_norm import add_rms_norm, rms_norm
 from zoo.kernels.rotary_cache import rotary_cache_
 from zoo.kernels.thin_linear import FEW, linear, thin_linear, thin_linears
 from zoo.nn import PackedLinear
+from zoo.tensor.layers import Row
 
 STATE = "_zoo_injected"
 IGNORED = ("output_hidden_states",)
@@ -175,10 +176,15 @@ def _in_two_calls(pieces: Pieces, call: _Call) -> Tensor | None:
     first, second = pieces.norms
     cos, sin = call.positions
     layer, places = _placing(pieces, call)
-    made = before_cache(
-        x, first.now(), qkv, cos.contiguous(), sin.contiguous(), heads=pieces.heads, groups=pieces.groups,
-        head_norms=[] if pieces.head_norms is None else [norm.now() for norm in pieces.head_norms], cache=places,
-    )  # fmt: skip
+    if pieces.order is None:
+        made = before_cache(
+            x, first.now(), qkv, cos.contiguous(), sin.contiguous(), heads=pieces.heads, groups=pieces.groups,
+            head_norms=[] if pieces.head_norms is None else [norm.now() for norm in pieces.head_norms], cache=places,
+        )  # fmt: skip
+    else:  # heads that this rank's part has once, and its q use several times
+        h = rms_norm(x, first.weight, eps=first.eps, plus_one=first.plus_one)
+        made = thin_linears(h, qkv.weights, qkv.biases).index_select(-1, pieces.order)
+        _turn(pieces, made, call, places)
     if places is None:
         q, k, v = _cached(pieces, made, call)
     else:
@@ -186,10 +192,16 @@ def _in_two_calls(pieces: Pieces, call: _Call) -> Tensor | None:
         q = made[:, :, :width].view(*made.shape[:2], pieces.heads, pieces.dim).transpose(1, 2)
         k, v = layer.placed(x.shape[1])
     shown = None if mask is None else mask[:, 0].expand(x.shape[0], x.shape[1], k.shape[2])
-    return after_cache(
-        x, q, k, v, shown, second.now(), scale=pieces.scaling, out=out, gate_up=gate_up, activation=pieces.activation,
-        down=down,
-    )  # fmt: skip
+    rest: Any = {"gate_up": gate_up, "activation": pieces.activation, "down": down}
+    if not pieces.split:
+        return after_cache(x, q, k, v, shown, second.now(), scale=pieces.scaling, out=out, **rest)
+    summed = _of_all_ranks(pieces.out, attention(q, k, v, shown, scale=pieces.scaling, out=out))
+    made, y = feed_forward(summed, x, second.now(), **rest)
+    return y.add_(_of_all_ranks(pieces.down, made))
+
+
+def _of_all_ranks(matrix: Matrix, product: Tensor) -> Tensor:
+    return matrix.add_up(product) if isinstance(matrix, Row) else product
 
 
 def _placing(pieces: Pieces, call: _Call) -> tuple[Any, tuple[Tensor, Tensor, Tensor] | None]:
@@ -265,12 +277,7 @@ def _attend(pieces: Pieces, qkv: Tensor, call: _Call) -> Tensor:
     """(batch, tokens, heads · dim)."""
     batch, tokens = qkv.shape[:2]
     heads, groups, dim = pieces.heads, pieces.groups, pieces.dim
-    if pieces.head_norms is not None:
-        parts = qkv.view(batch, tokens, heads + 2 * groups, dim)
-        _norm_heads(parts[:, :, :heads], pieces.head_norms[0])
-        _norm_heads(parts[:, :, heads : heads + groups], pieces.head_norms[1])
-    cos, sin = call.positions
-    rotary_cache_(qkv, cos.contiguous(), sin.contiguous(), q_heads=heads, kv_heads=groups)
+    _turn(pieces, qkv, call, None)
     q, k, v = _cached(pieces, qkv, call)
     mask, causal = call.mask, call.causal
     alone = tokens == 1 and loading.runs("cached_attention", q)  # the reference is for its bits, and slow
@@ -281,6 +288,20 @@ def _attend(pieces: Pieces, qkv: Tensor, call: _Call) -> Tensor:
         q, k, v, attn_mask=mask, is_causal=causal and tokens > 1, scale=pieces.scaling, enable_gqa=heads != groups
     )
     return found.transpose(1, 2).reshape(batch, tokens, heads * dim)
+
+
+def _turn(pieces: Pieces, qkv: Tensor, call: _Call, places: tuple[Tensor, Tensor, Tensor] | None) -> None:
+    """Norms of heads, then rotation to their positions, in place; k and v go to their places in a cache too."""
+    heads, groups = pieces.heads, pieces.groups
+    if pieces.head_norms is not None:
+        parts = qkv.view(*qkv.shape[:2], heads + 2 * groups, pieces.dim)
+        _norm_heads(parts[:, :, :heads], pieces.head_norms[0])
+        _norm_heads(parts[:, :, heads : heads + groups], pieces.head_norms[1])
+    cos, sin = call.positions
+    keys, values, where = places or (None, None, None)
+    rotary_cache_(
+        qkv, cos.contiguous(), sin.contiguous(), keys=keys, values=values, places=where, q_heads=heads, kv_heads=groups
+    )
 
 
 def _is_shown(mask: Tensor | None) -> bool:

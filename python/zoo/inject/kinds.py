@@ -9,6 +9,7 @@ import copy
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -157,7 +158,8 @@ class Pieces:
         return self.attention.config._attn_implementation
 
     def products(self) -> tuple[Product, ...] | None:
-        """What q·k·v, out, gate·up and down are multiplied by now; None where a product is none of one kernel."""
+        """What q·k·v, out, gate·up and down are multiplied by now, of a layer that is split on this rank; None where a
+        product is none of one kernel."""
         if self.ready is not None:
             sources, known = self.ready
             for children, name, tensor in sources:
@@ -169,7 +171,7 @@ class Pieces:
         self.ready = None
         found = [self._product_of(matrices) for matrices in (self.qkv, (self.out,), self.gate_up, (self.down,))]
         products = tuple(one for one in found if one is not None)
-        if self.split or len(products) < len(found):
+        if len(products) < len(found):
             return None
         if all(joint.bias() is None for joint in self.joint.values()):  # what was copied could be stale
             holders = [children for one in self.matrices for children in (one._parameters, one._buffers)]
@@ -177,6 +179,11 @@ class Pieces:
         return products
 
     def _product_of(self, matrices: tuple[Matrix, ...]) -> Product | None:
+        parts = [part for one in matrices if (part := part_of(one)) is not None]
+        if any(part.turned or part.rows or part.sizes or part.scatter or part.region.pieces > 1 for part in parts):
+            return None
+        if any(part.take for part in parts) and matrices is not self.qkv:
+            return None
         if not isinstance(matrices[0], PackedLinear):
             if len(matrices) > 1 and any(isinstance(one, PackedLinear) for one in matrices):
                 return None
@@ -184,6 +191,8 @@ class Pieces:
             if not all(weight.is_contiguous() for weight in weights):
                 return None
             biases: list[Any] = [bias for one in matrices if (bias := one._parameters["bias"]) is not None]
+            if isinstance(matrices[0], Row):
+                biases = []  # once, behind the sum over ranks
             return Product(weights, biases, [])
         joint = self.joint.get(matrices)
         if joint is not None and joint.intact():
@@ -192,6 +201,19 @@ class Pieces:
         if len(matrices) > 1 or only.left is not None:
             return None
         return Product.of_codes(only.packed, only.bias)
+
+    @cached_property
+    def order(self) -> torch.Tensor | None:
+        """In which order features of the products of q, k and v follow each other; None as they are."""
+        taken = [getattr(part_of(one), "take", None) for one in self.qkv]
+        if not any(taken):
+            return None
+        ends = list(accumulate((len(one.weight) for one in self.qkv), initial=0))  # type: ignore[arg-type]
+        runs = [
+            [(begin + start, begin + stop) for start, stop in take or ((0, end - begin),)]
+            for take, begin, end in zip(taken, ends, ends[1:], strict=False)
+        ]
+        return torch.cat([torch.arange(start, stop) for each in runs for start, stop in each])
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -229,8 +229,15 @@ class Row(Layer):
             x = part.region.scatter(x, start, stop)
         if part.region.pieces > 1:
             y = part.region.product(x, self.weight.t() if part.turned else self.weight)
-        else:
-            y = part.region.leave(_product(part, x, self.weight, None))
+            return self._biased(y)
+        return self.add_up(_product(part, x, self.weight, None))
+
+    def add_up(self, y: torch.Tensor) -> torch.Tensor:
+        """The output, of this rank's own product."""
+        part: Part = self.__dict__[_STATE]
+        return self._biased(part.region.leave(y))
+
+    def _biased(self, y: torch.Tensor) -> torch.Tensor:
         return y if self.bias is None else y + self.bias.to(y.dtype)  # under autocast as where the product adds it
 
 

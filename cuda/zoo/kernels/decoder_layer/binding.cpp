@@ -1,4 +1,5 @@
-// A decoder layer as two operators of torch, before and after the cache.
+// A decoder layer as two operators of torch, before and after the cache; or, where ranks add up what each has after a
+// product, as three: the second of these two is `attention` and `feed_forward`, one sum behind each.
 //
 //   before:  qkv = rotary(heads(W_qkv·norm(x) + b)), heads: the norms of q and of k where there are; k and v go into a
 //            cache too, as rotary_cache writes them
@@ -84,6 +85,33 @@ at::Tensor before_cache(const at::Tensor& x, const at::Tensor& norm, double eps,
   return qkv;
 }
 
+at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const Optional& mask,
+                     double scale, at::TensorList out, at::TensorList out_bias, at::IntArrayRef out_codes) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  static const auto attend =
+      operator_of<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const Optional&, double)>(
+          "zoo::cached_attention");
+  return multiply(attend.call(q, keys, values, mask, scale), {out, out_bias, out_codes});
+}
+
+std::tuple<at::Tensor, at::Tensor> feed_forward(const at::Tensor& made, const at::Tensor& x, const at::Tensor& norm,
+                                                double eps, bool plus_one, at::TensorList gate_up,
+                                                at::TensorList gate_up_biases, at::IntArrayRef gate_up_codes,
+                                                c10::string_view activation, at::TensorList down,
+                                                at::TensorList down_bias, at::IntArrayRef down_codes) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  static const auto add_norm = operator_of<std::tuple<at::Tensor, at::Tensor>(
+      const at::Tensor&, const at::Tensor&, const at::Tensor&, double, bool)>("zoo::add_rms_norm");
+  static const auto activate =
+      operator_of<void(const at::Tensor&, const at::Tensor&, c10::string_view, bool)>("zoo::activate_");
+  const auto [h, y] = add_norm.call(made, x, norm, eps, plus_one);
+  const at::Tensor both = multiply(h, {gate_up, gate_up_biases, gate_up_codes});
+  check_dims(both, "gate and up", 3);
+  at::Tensor a = new_tensor(both, {both.size(0), both.size(1), both.size(2) / 2}, both.scalar_type());
+  activate.call(a, both, activation, true);
+  return {multiply(a, {down, down_bias, down_codes}), y};
+}
+
 at::Tensor after_cache(const at::Tensor& x, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                        const Optional& mask, double scale, at::TensorList out, at::TensorList out_bias,
                        at::IntArrayRef out_codes, const at::Tensor& norm, double eps, bool plus_one,
@@ -91,20 +119,10 @@ at::Tensor after_cache(const at::Tensor& x, const at::Tensor& q, const at::Tenso
                        c10::string_view activation, at::TensorList down, at::TensorList down_bias,
                        at::IntArrayRef down_codes) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto attention =
-      operator_of<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const Optional&, double)>(
-          "zoo::cached_attention");
-  static const auto add_norm = operator_of<std::tuple<at::Tensor, at::Tensor>(
-      const at::Tensor&, const at::Tensor&, const at::Tensor&, double, bool)>("zoo::add_rms_norm");
-  static const auto activate =
-      operator_of<void(const at::Tensor&, const at::Tensor&, c10::string_view, bool)>("zoo::activate_");
-  const at::Tensor made = multiply(attention.call(q, keys, values, mask, scale), {out, out_bias, out_codes});
-  const auto [h, y] = add_norm.call(made, x, norm, eps, plus_one);
-  const at::Tensor both = multiply(h, {gate_up, gate_up_biases, gate_up_codes});
-  check_dims(both, "gate and up", 3);
-  at::Tensor a = new_tensor(both, {both.size(0), both.size(1), both.size(2) / 2}, both.scalar_type());
-  activate.call(a, both, activation, true);
-  return multiply(a, {down, down_bias, down_codes}).add_(y);
+  const at::Tensor made = attention(q, keys, values, mask, scale, out, out_bias, out_codes);
+  const auto [d, y] = feed_forward(made, x, norm, eps, plus_one, gate_up, gate_up_biases, gate_up_codes, activation,
+                                   down, down_bias, down_codes);
+  return d.add_(y);
 }
 
 }  // namespace
@@ -121,6 +139,15 @@ ZOO_OPERATORS(define) {
       "Tensor[] gate_up_biases, int[] gate_up_codes, str activation, Tensor[] down, Tensor[] down_bias, "
       "int[] down_codes) -> Tensor",
       after_cache);
+  define.of_operators(
+      "decoder_attention(Tensor q, Tensor keys, Tensor values, Tensor? mask, float scale, Tensor[] out, "
+      "Tensor[] out_bias, int[] out_codes) -> Tensor",
+      attention);
+  define.of_operators(
+      "decoder_feed_forward(Tensor made, Tensor x, Tensor norm, float eps, bool plus_one, Tensor[] gate_up, "
+      "Tensor[] gate_up_biases, int[] gate_up_codes, str activation, Tensor[] down, Tensor[] down_bias, "
+      "int[] down_codes) -> (Tensor, Tensor)",
+      feed_forward);
 }
 
 }  // namespace zoo

@@ -66,7 +66,7 @@ def before_cache(
     y: Tensor = _before(
         x, *norm, *qkv, [n.weight for n in head_norms], [n.eps for n in head_norms],
         bool(head_norms) and head_norms[0].plus_one, cos, sin, *(cache or (None, None, None)), heads, groups,
-        check=lambda: _check(x, head_norms, heads, groups, (qkv,)),
+        check=lambda: _check(x, head_norms, heads, groups, qkv),
     )  # fmt: skip
     return y
 
@@ -91,9 +91,52 @@ def after_cache(
     _refuse_gradients(x, q, keys, values, norm.weight, *out.weights, *gate_up.weights, *down.weights)
     z: Tensor = _after(
         x, q, keys, values, mask, scale, *out, *norm, *gate_up, activation, *down,
-        check=lambda: _check(x, (), 1, 1, (out, gate_up, down)),
+        check=lambda: _check_products((out, gate_up, down)),
     )  # fmt: skip
     return z
+
+
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scale: float, out: Product
+) -> Tensor:  # fmt: skip
+    """W_out·attention: the first half of :func:`after_cache`, for ranks of which each has some heads and adds its own
+    part to the others'.
+
+    Args:
+        q, keys, values, mask, scale, out: as there.
+
+    Returns:
+        (B, T, F).
+
+    Raises:
+        ValueError: as there.
+    """
+    _refuse_gradients(q, keys, values, *out.weights)
+    made: Tensor = _attention(q, keys, values, mask, scale, *out, check=lambda: _check_products((out,)))
+    return made
+
+
+def feed_forward(
+    made: Tensor, x: Tensor, norm: RmsNorm, *, gate_up: Product, activation: str, down: Product
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(W_down·(φ(gate) ⊙ up), y) with y = x + made, (gate, up) = W·norm(y): the second half of :func:`after_cache`, of
+    ranks that each have some features of gate and up.
+
+    Args:
+        made: (B, T, F), the sum of what :func:`attention` gave each rank.
+        x, gate_up, activation, down: as of :func:`after_cache`.
+
+    Returns:
+        (B, T, F) twice: what is summed over ranks, and what that sum is added to.
+
+    Raises:
+        ValueError: as there.
+    """
+    _refuse_gradients(made, x, norm.weight, *gate_up.weights, *down.weights)
+    found: tuple[Tensor, Tensor] = _feed_forward(
+        made, x, *norm, *gate_up, activation, *down, check=lambda: _check_products((gate_up, down))
+    )
+    return found
 
 
 def _refuse_gradients(*tensors: Tensor) -> None:
@@ -110,18 +153,32 @@ def _fake_before(x: Tensor, norm: Any, eps: Any, plus_one: Any, weights: Any, bi
 
 
 _before = Operator("decoder_before_cache", reference.before_cache, fake=_fake_before)
+
+
+def _fake_attention(q: Tensor, keys: Any, values: Any, mask: Any, scale: Any, out: Any, bias: Any, codes: Any) -> Any:
+    return _wide(q[:, 0], out, codes)
+
+
+def _fake_forward(made: Tensor, *_: Any) -> Any:
+    return torch.empty_like(made), torch.empty_like(made)
+
+
 _after = Operator("decoder_after_cache", reference.after_cache, fake=lambda x, *_: torch.empty_like(x))
+_attention = Operator("decoder_attention", reference.attention, fake=_fake_attention)
+_feed_forward = Operator("decoder_feed_forward", reference.feed_forward, fake=_fake_forward)
 
 
-def _check(
-    x: Tensor, head_norms: Sequence[RmsNorm], heads: int, groups: int, products: Sequence[Product]
-) -> None:  # fmt: skip
+def _check(x: Tensor, head_norms: Sequence[RmsNorm], heads: int, groups: int, qkv: Product) -> None:
     if x.dim() != 3:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must have 3 dims.")
     if heads < 1 or groups < 1:
         raise ValueError(f"there are {heads} heads and {groups} of k and v; at least 1.")
     if len(head_norms) not in (0, 2):
         raise ValueError(f"there are {len(head_norms)} norms of heads; give two, of q and of k, or none.")
+    _check_products((qkv,))
+
+
+def _check_products(products: Sequence[Product]) -> None:
     for product in products:
         if product.codes and not (
             len(product.codes) == 3 and len(product.weights) in (2, 3) and len(product.biases) <= 1

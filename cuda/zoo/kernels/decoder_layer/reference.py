@@ -30,6 +30,27 @@ def before_cache(
     return qkv
 
 
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, out: list[Tensor],
+    out_bias: list[Tensor], out_codes: list[int],
+) -> Tensor:  # fmt: skip
+    """See :func:`zoo.kernels.decoder_layer.attention`."""
+    return _product(cached_attention(q, keys, values, mask, scale=scale), out, out_bias, out_codes)
+
+
+def feed_forward(
+    made: Tensor, x: Tensor, norm: Tensor, eps: float, plus_one: bool, gate_up: list[Tensor],
+    gate_up_biases: list[Tensor], gate_up_codes: list[int], activation: str, down: list[Tensor],
+    down_bias: list[Tensor], down_codes: list[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See :func:`zoo.kernels.decoder_layer.feed_forward`."""
+    h, y = add_rms_norm(made, x, norm, eps=eps, plus_one=plus_one)
+    both = _product(h, gate_up, gate_up_biases, gate_up_codes)
+    a = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+    activate_(a, both, activation, gated=True)
+    return _product(a, down, down_bias, down_codes), y
+
+
 def after_cache(
     x: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, out: list[Tensor],
     out_bias: list[Tensor], out_codes: list[int], norm: Tensor, eps: float, plus_one: bool, gate_up: list[Tensor],
@@ -37,12 +58,11 @@ def after_cache(
     down_bias: list[Tensor], down_codes: list[int],
 ) -> Tensor:  # fmt: skip
     """See :func:`zoo.kernels.decoder_layer.after_cache`."""
-    made = _product(cached_attention(q, keys, values, mask, scale=scale), out, out_bias, out_codes)
-    h, y = add_rms_norm(made, x, norm, eps=eps, plus_one=plus_one)
-    both = _product(h, gate_up, gate_up_biases, gate_up_codes)
-    a = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-    activate_(a, both, activation, gated=True)
-    return y + _product(a, down, down_bias, down_codes)
+    made = attention(q, keys, values, mask, scale, out, out_bias, out_codes)
+    d, y = feed_forward(
+        made, x, norm, eps, plus_one, gate_up, gate_up_biases, gate_up_codes, activation, down, down_bias, down_codes
+    )
+    return y + d
 
 
 def _product(x: Tensor, weights: list[Tensor], biases: list[Tensor], codes: list[int]) -> Tensor:
