@@ -36,9 +36,11 @@ parameters on the meta device have no address.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
+from typing import Any
 
 from torch import nn
 
@@ -133,18 +135,10 @@ def estimate_zero2_model_states_mem_needs_all_cold(
         num_gpus_per_node, num_nodes: the hardware.
         additional_buffer_factor: a margin on CPU memory.
     """
-    rows = [
-        estimate_zero2_model_states_mem_needs(
-            total_params,
-            num_gpus_per_node=num_gpus_per_node,
-            num_nodes=num_nodes,
-            offload_optimizer=offload,
-            additional_buffer_factor=additional_buffer_factor,
-        )
-        for offload in ("cpu", "none")
-    ]
-    _print(rows, f"{_millions(total_params)} total params", num_gpus_per_node, num_nodes)
-    return rows
+    needs = partial(estimate_zero2_model_states_mem_needs, total_params)
+    rules = [{"offload_optimizer": offload} for offload in ("cpu", "none")]
+    sizes = f"{_millions(total_params)} total params"
+    return _rows(needs, rules, sizes, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -170,23 +164,14 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         num_gpus_per_node, num_nodes: the hardware.
         additional_buffer_factor: a margin on CPU memory.
     """
-    rows = [
-        estimate_zero3_model_states_mem_needs(
-            total_params,
-            largest_layer_params,
-            num_gpus_per_node=num_gpus_per_node,
-            num_nodes=num_nodes,
-            offload_param=param,
-            offload_optimizer=optimizer,
-            zero_init=zero_init,
-            additional_buffer_factor=additional_buffer_factor,
-        )
+    needs = partial(estimate_zero3_model_states_mem_needs, total_params, largest_layer_params)
+    rules = [
+        {"offload_param": param, "offload_optimizer": optimizer, "zero_init": zero_init}
         for param, optimizer in (("cpu", "cpu"), ("none", "cpu"), ("none", "none"))
         for zero_init in (True, False)
     ]
     sizes = f"{_millions(total_params)} total params, {_millions(largest_layer_params)} largest layer params"
-    _print(rows, sizes, num_gpus_per_node, num_nodes)
-    return rows
+    return _rows(needs, rules, sizes, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -229,7 +214,12 @@ def _millions(count: float) -> str:
     return f"{int(count / 1e6)}M"
 
 
-def _print(rows: Sequence[MemoryNeeds], sizes: str, gpus: int, nodes: int) -> None:
+def _rows(
+    needs: Callable[..., MemoryNeeds], rules: Sequence[Mapping[str, Any]], sizes: str, gpus: int, nodes: int,
+    factor: float,
+) -> list[MemoryNeeds]:  # fmt: skip
+    """What is needed under each of the rules, printed."""
+    rows = [needs(num_gpus_per_node=gpus, num_nodes=nodes, additional_buffer_factor=factor, **rule) for rule in rules]
     lines = [
         "Estimated memory needed for params, optim states and gradients for a:",
         f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {gpus} GPU{'s' * (gpus > 1)} per node.",
@@ -240,3 +230,4 @@ def _print(rows: Sequence[MemoryNeeds], sizes: str, gpus: int, nodes: int) -> No
         options = ", ".join(f"{name}={value:<4}" for name, value in row.options.items()).rstrip()
         lines.append(f"{row.cpu_bytes / _GB:>8.2f}GB | {row.gpu_bytes / _GB:>7.2f}GB | {options}")
     sys.stdout.write("\n".join(lines) + "\n")
+    return rows
