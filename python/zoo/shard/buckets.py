@@ -131,7 +131,7 @@ class Bucket:
             raise
 
     def use_routes(self, routes: Routes) -> None:
-        """Travel so from now on; nothing is gathered or under way, and ``own.py`` has looked at them."""
+        """Travel so from now on; nothing is gathered or under way, and ``choice.py`` has looked at them."""
         packs, self.routes = routes.pack is not self.routes.pack, routes
         if packs:
             shard = self.parameters.shard

@@ -300,7 +300,7 @@ class ShardedModel:
         Raises:
             ValueError: a bucket's routes cannot be changed so. CollectiveMismatchError: ranks chose otherwise.
         """
-        from zoo.shard.collectives.own import use_routes
+        from zoo.shard.collectives.choice import use_routes
 
         self.refuse_closed()
         self.runtime.check_between("use_routes()")
