@@ -12,38 +12,31 @@ from torch import nn
 from zoo.comm import Communicator
 from zoo.shard.config import ZeroConfig
 from zoo.shard.gradients import GradientPhase
-from zoo.zero.update.torch_interface import OuterOptimizer
+from zoo.zero.update.step import Stepping
 
 if TYPE_CHECKING:
     from zoo.shard.buckets import Bucket
-    from zoo.shard.collectives.feedback import Feedback
     from zoo.shard.runtime.planning import Drive
     from zoo.zero.forecast.costs import Forecast
     from zoo.zero.update.alike import Alike
-    from zoo.zero.update.in_backward import UpdateInBackward
     from zoo.zero.update.loss_scale import LossScaler
-    from zoo.zero.update.updater import Updater
 
 
-class Inspection(OuterOptimizer):
+class Inspection(Stepping):
     """The part of :class:`~zoo.zero.ZeroOptimizer` beside construction, training and state.
 
     What depends on the norm of the latest step's gradients waits for it, where the step has not (:meth:`read_outcome`).
 
     Attributes:
-        buckets: what travels and lives together. updater: the wrapped optimizer on this rank's segments.
+        buckets: what travels and lives together.
     """
 
     model: nn.Module
     comm: Communicator
     config: ZeroConfig
     inner: Any
-    updater: Updater
     alike: Alike
     buckets: Sequence[Bucket]
-    _in_backward: UpdateInBackward | None
-    _trainable: list[Bucket]
-    _feedback: list[Feedback]
 
     # What the latest step came to ----------------------------------------------------------------------------------
 

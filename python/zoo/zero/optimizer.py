@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -35,8 +35,8 @@ from zoo.zero.options.arguments import (
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.state.optimizer_states import OptimizerStates
 from zoo.zero.state.saved import SavedState
-from zoo.zero.update.alike import Alike, Comparison, Outcome, Tally
-from zoo.zero.update.clipping import UNCHANGED, Clipping, Factors, Nonfinite, NonFiniteGradientsError
+from zoo.zero.update.alike import Alike, Comparison
+from zoo.zero.update.clipping import Clipping, Nonfinite
 from zoo.zero.update.in_backward import UpdateInBackward
 from zoo.zero.update.instances import retire
 from zoo.zero.update.loss_scale import LossScaler, make_scaler
@@ -111,8 +111,6 @@ class ZeroOptimizer(SavedState):
 
     _stage: ClassVar[int | None] = None
     """Of a class that is one stage."""
-    _reads_late: ClassVar[bool | None] = None
-    """Steps leave what they came to on the device, where they can; None: where that is a GPU. Tests choose."""
 
     @shows_keywords
     def __init__(
@@ -277,173 +275,6 @@ class ZeroOptimizer(SavedState):
         """
         with self.sharded.no_sync():
             yield
-
-    @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, tally: torch.Tensor | None = None,
-        alike: Mapping[str, float] | None = None,
-    ) -> Any:  # fmt: skip
-        """Clip, update this rank's segments, and bring the new parameters to every rank that keeps them whole.
-
-        With loss scaling a step whose gradients are not finite on some rank is skipped on all (``skipped``).
-        Does nothing when there was no backward since ``zero_grad``.
-
-        On a GPU nothing waits for the norm where nothing can be skipped (neither clipping nor a loss scale), or the
-        wrapped optimizer is told on the device (``found_inf``: torch's with ``fused=True``, those of ``zoo.optim`` with
-        ``capturable=True``, in their second step and later). What the step came to is read before the next one, before
-        a scaled backward, a save, or when somebody asks. Any other optimizer, errors of reductions that are fed back,
-        states in another tier and ``nonfinite_gradients="error"`` wait for the norm once a step, as does everything on
-        the CPU.
-
-        Args:
-            closure: called first; its value is returned.
-            tally: (k,) numbers of this rank, on all ranks. Their sums over ranks are ``tallied`` afterwards, whatever
-                the step did; where the norm is measured they travel with it.
-            alike: numbers by name that all ranks have to have alike.
-
-        The options of the parameter groups (learning rates, betas, ...) and ``alike`` of all ranks are compared where
-        the step sends numbers of each rank anyway: with a ``tally``, or where the norm is measured over all ranks that
-        split the model (stages 1 to 3; not over ``layer_axes``). It costs no collective of its own.
-
-        Raises:
-            CollectiveMismatchError: (on all ranks) they are not alike; it names them and the ranks. Nothing has changed
-                then, but where updates are made in backward or the numbers are read later: then every step is refused
-                until a state is loaded.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.check_open()
-        if torch._C._current_graph_task_id() != -1 and self.runtime.backward.under_way:
-            raise RuntimeError("step() inside of a backward: its gradients are not complete. Call it afterwards.")
-        self.read_outcome()
-        self.clipping.begin()
-        rest = self._step(tally, alike or {})
-        if rest is not None:
-            self.outcome = rest
-        if not self._late:
-            self.read_outcome()
-        return loss
-
-    def _step(self, mine: torch.Tensor | None, alike: Mapping[str, float]) -> Outcome | None:
-        """What is still to be read: the tally of ``mine``, where the norm was not measured, which it travels with."""
-        groups = self._options_of_update()
-        self.runtime.backward.check_running()
-        self.updater.check_whole()
-        self.runtime.check()
-        self.sharded.members.check()
-        self.sharded.writes.take()
-        self.sharded.wait_for_layers()
-        self._settle()
-        self.sharded.sync_buffers()
-        clipping = self.clipping
-        tally = self._comparison.tally(
-            mine, alike, groups, measures=clipping.may_skip, loss_scale=self.loss_scale, clipped=clipping.clipped
-        )
-        told = partial(self._told, tally, mine is not None)
-        if self._in_backward is not None:
-            self._in_backward.step()
-            self._settle_errors(used=True)
-            return told(made=True)
-        # Where numbers are read later all ranks update: those that have others' gradients would wait for this one.
-        if not self._has_gradients() or (self.runtime.backward.has_nothing and not self._late):
-            self.clipping.norm = None
-            if tally is not None and self.clipping.may_skip:  # others may have gradients, and measure their norm
-                self.clipping.travel(tally)
-            return told(made=False)
-        measured = self.clipping.may_skip
-        rest = None if measured or self._late else told(made=False)
-        try:
-            factors = self._measured(tally, mine is not None, groups) if measured else UNCHANGED
-        except NonFiniteGradientsError:
-            self._settle_errors(used=False)
-            raise
-        if factors is None:
-            self._settle_errors(used=False)
-            return None
-        try:
-            self.updater.begin(groups)
-            self._update(factors)
-        finally:
-            if self.outcome is None:
-                self.clipping.rescale()
-        self._settle_errors(used=True)
-        self._publish()
-        return told(made=True) if self._late and not measured else rest
-
-    def _update(self, factors: Factors) -> None:
-        try:
-            self.updater.update(factors)
-        except BaseException:
-            # What the wrapped optimizer had changed when it failed stays, as in torch, and is brought to all ranks:
-            # those on which it did not fail are on their way to that too.
-            if self.updater.broken is None:
-                self._publish()
-            raise
-
-    def _told(self, tally: Tally | None, tallies: bool, *, made: bool) -> Outcome | None:
-        """What goes with a step beside its norm. It is read here where the update has not been ``made``, and nothing is
-        read later. ``tallies``: the tally has numbers of the caller's.
-
-        Raises:
-            CollectiveMismatchError: ranks do not have alike what they have to.
-        """
-        sums = tally.sums() if tally is not None and tallies else None
-        rows = tally.rows() if tally is not None else None
-        if sums is None and rows is None:
-            return None
-        found = Outcome(None, sums, rows, made=made)
-        if not (made or self._late):
-            found.read()
-            self._comparison.refuse(found)
-        return found
-
-    def _measured(self, tally: Tally | None, tallies: bool, groups: list[dict[str, Any]]) -> Factors | None:
-        """What the update multiplies by; None for no update. Waits for the norm unless the update can do without.
-
-        ``tallies``: the tally has numbers of the caller's.
-        """
-        clipping, unscale = self.clipping, self.clipping.unscale
-        norm = clipping.measure(tally=tally)
-        sums = tally.sums() if tally is not None and tallies else None
-        outcome = Outcome(norm, sums, tally.rows() if tally is not None else None)
-        late = self._late and not clipping.raises and not self._feedback
-        if late and self.updater.skips_on_device.possible(groups):
-            outcome.made = True
-            self.outcome = outcome
-            return clipping.factors_on_device(norm)
-        try:
-            used = clipping.learn(outcome)
-        finally:
-            self.runtime.backward.scale = self.loss_scale
-        return clipping.factors(clipping.norm, unscale) if used else None
-
-    def _settle_errors(self, *, used: bool) -> None:
-        """Reductions that keep errors learn whether their latest results were used."""
-        for feedback in self._feedback:
-            feedback.commit() if used else feedback.roll_back()
-
-    def _options_of_update(self) -> list[dict[str, Any]]:
-        if self._away is not None:
-            raise ValueError("an update while states are offloaded; call reload_states() first.")
-        self.check_groups()
-        return self.param_groups
-
-    def _publish(self) -> None:
-        finish = self.sharded.executor.publish_all(self._trainable)
-        self.num_updates += 1
-        self.runtime.updated()
-        self.sharded.writes.updated(self._trainable)
-        finish()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients. ``set_to_none`` makes no difference: the flat buffers are zeroed when next used."""
-        self.check_open()
-        if self._in_backward is not None:
-            self._in_backward.check_dropped()
-        self.runtime.drop_gradients()
-        self.clipping.forget()
 
     # The end ---------------------------------------------------------------------------------------------------------
 

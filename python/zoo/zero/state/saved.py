@@ -131,7 +131,7 @@ class SavedState(Inspection):
             self._in_backward.step()  # whatever it made is overwritten
         self.runtime.backward.check_running()
         if self._in_backward is not None or self.runtime.backward.failed:
-            self._whole.zero_grad()
+            self.zero_grad()
         exact, apart = self.config.load_from_fp32_weights, bool(scalars.get("zero/apart"))
 
         def fill(segment: Segment) -> bool:
@@ -141,10 +141,10 @@ class SavedState(Inspection):
 
         mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
         saved_losses = int(mine.pop("feedback_ranks", 0))
-        self.updater.load(fill, self._whole._options_of_update())
+        self.updater.load(fill, self._options_of_update())
         with self.updater.failing():  # what is there by now is a part of it
             state_io.fill_frozen([b for b in self.buckets if not b.spec.trainable], read)
-            self._whole._publish()
+            self._publish()
             for bucket in self._trainable:
                 state_io.fill_feedback(bucket, saved_losses, scalars, read)
         lost = [name for b in self._trainable for name in state_io.owed_to_nobody(b, saved_losses, read)]

@@ -1,23 +1,13 @@
-"""The side of a ZeRO optimizer that torch's users know: its groups and its states, which are not theirs to replace; and
-what each step and everything beside it ask of it."""
+"""The side of a ZeRO optimizer that torch's users know: its groups and its states, which are not theirs to replace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
-from zoo.shard.gradients import GradientPhase
 from zoo.shard.partitioned import VIEWS, flat_tensors
-
-if TYPE_CHECKING:
-    from zoo.shard.gradients import BucketGradients
-    from zoo.shard.runtime.hooks import Runtime
-    from zoo.shard.sharded import ShardedModel
-    from zoo.zero.update.alike import Outcome
-    from zoo.zero.update.clipping import Clipping
-    from zoo.zero.update.loss_scale import LossScaler
 
 _DATA: Any = torch.Tensor.data  # the C level attribute beneath the property
 Look = Callable[[Any], tuple[Sequence[str], Mapping[str, float]]]
@@ -163,21 +153,8 @@ def _refuse(use: str, key: object, state: str) -> NoReturn:
 
 
 class OuterOptimizer(torch.optim.Optimizer):
-    """Takes its groups once, from :meth:`seal` on, and shows the states of the optimizer that it wraps.
+    """Takes its groups once, from :meth:`seal` on, and shows the states of the optimizer that it wraps."""
 
-    Attributes:
-        num_updates: that all ranks have made together; of a state that was loaded, at least its own.
-        outcome: of the latest step, while nobody has read it; else None.
-        sharded: the model. runtime: what gathers, releases and reduces. clipping: what a step multiplies by.
-    """
-
-    num_updates: int
-    outcome: Outcome | None = None
-    sharded: ShardedModel
-    runtime: Runtime
-    clipping: Clipping
-    _scaler: LossScaler | None
-    _gradients: list[BucketGradients]
     _kept: ParameterStates | None = None
     _lists: tuple[tuple[list[torch.Tensor], int], ...] = ()
 
@@ -205,81 +182,3 @@ class OuterOptimizer(torch.optim.Optimizer):
         if self._kept is not None:
             raise NotImplementedError("a ZeRO optimizer takes all its parameter groups at construction (params=...).")
         super().add_param_group(param_group)
-
-    def check_groups(self) -> None:
-        """Raise ValueError if somebody has added or removed groups, or parameters of one."""
-        groups, lists = self.param_groups, self._lists
-        if len(groups) != len(lists):
-            raise ValueError(
-                f"param_groups has {len(groups)} groups, and had {len(lists)} at construction, when all of them were "
-                "laid out. Give the groups to a new optimizer (params=...); to leave one out for a while set its "
-                "lr=0.0 and weight_decay=0.0."
-            )
-        for index, (group, (members, count)) in enumerate(zip(groups, lists, strict=True)):
-            now = group.get("params")
-            if now is not members or len(members) != count:
-                self._check_members(index, now)
-
-    def _check_members(self, index: int, now: Any) -> None:
-        before = self._members[index]
-        here = list(now) if isinstance(now, (list, tuple)) else []
-        if len(here) == len(before) and all(a is b for a, b in zip(here, before, strict=True)):
-            return
-        kept, known = {id(p) for p in here}, {id(p) for p in before}
-        gone = [cast("Any", p)._zoo_name for p in before if id(p) not in kept]
-        new = [getattr(p, "_zoo_name", f"a {type(p).__name__}") for p in here if id(p) not in known]
-        told = [
-            f"{', '.join(map(repr, names[:5]))} {what}"
-            for names, what in ((gone, "taken out"), (new, "added"))
-            if names
-        ]
-        raise ValueError(
-            f"param_groups[{index}]['params'] was changed ({'; '.join(told) or 'another order'}); parameters are laid "
-            "out in groups at construction. Put the list back, give the groups to a new optimizer (params=...), or "
-            "leave parameters out for a while by the options of a group of their own (lr=0.0, weight_decay=0.0)."
-        )
-
-    # What each step asks ---------------------------------------------------------------------------------------------
-
-    def check_open(self) -> None:
-        """Raise ValueError after :meth:`~zoo.zero.ZeroOptimizer.close`."""
-        if self.sharded.closed:
-            raise ValueError("this optimizer was closed: the model is an ordinary one again. Construct a new one.")
-
-    def read_outcome(self) -> None:
-        """Wait for what the latest step came to, where it has not waited itself: the norm and the tally.
-
-        What follows from them happens here: the loss scale moves, and gradients that were kept get the new one.
-        Everything that needs it calls this; a second call does nothing. Starts no collective.
-        """
-        outcome, self.outcome = self.outcome, None
-        if outcome is not None:
-            if not self.clipping.learn(outcome) and outcome.made:
-                self.num_updates -= 1  # it was counted before that was known
-            self.clipping.rescale()
-            self.runtime.backward.scale = self.loss_scale
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor :meth:`~zoo.zero.ZeroOptimizer.backward` multiplies the loss by; 1.0 without loss scaling."""
-        if self._scaler is None:
-            return 1.0
-        self.read_outcome()
-        return self._scaler.scale
-
-    def _has_gradients(self) -> bool:
-        """There is something to step with; what was dropped one by one counts as zero then."""
-        for gradients in self._gradients:
-            gradients.check_strays()
-        here = self.runtime.reduced and any(g.reduced for g in self._gradients)
-        if not self.sharded.on_any_layer(here):
-            self.runtime.reduced = False
-            return False
-        for gradients in self._gradients:
-            gradients.make_zero()
-        return True
-
-    def _settle(self) -> None:
-        if self.runtime.unreduced and not any(g.phase is GradientPhase.ACCUMULATING for g in self._gradients):
-            self.runtime.unreduced = False  # the model's zero_grad() dropped it all
-        self.sharded.reduce()
