@@ -20,7 +20,7 @@ from zoo.shard.config import ZeroConfig
 from zoo.shard.init import patching
 from zoo.shard.init.materialise import Materialiser
 from zoo.shard.init.session import InitReport, Session
-from zoo.shard.init.sharing import Files, ParamSwapper, Sharing, Swapped
+from zoo.shard.init.sharing import Files, ParamSwapper, Sharing, Swapped, active
 from zoo.shard.offload.config import OffloadParamConfig
 from zoo.shard.offload.scratch import Scratch, handle_of
 from zoo.shard.offload.tiers import Tier
@@ -186,7 +186,7 @@ class Init:
     def __enter__(self) -> Init:
         if self._session is not None:
             patching.install()
-            self._session.enter()
+            active().append(self._session)
         return self
 
     def __exit__(
@@ -201,7 +201,7 @@ class Init:
             else:
                 session.abandon()
         finally:
-            session.leave()
+            active().remove(session)
             patching.uninstall()
         if kind is None:
             _log.info("%s", session.report())

@@ -17,7 +17,7 @@ from zoo.shard.buckets import Bucket
 from zoo.shard.call_stack import SAVES, nothing_of
 from zoo.shard.guard import ShardedParameter, refuse, refuse_touched, sharded_in
 from zoo.shard.guard import release as release_parameter
-from zoo.shard.init.sharing import Sharing
+from zoo.shard.init.sharing import Sharing, current
 from zoo.shard.offload.tiers import Tier
 from zoo.shard.partitioned import ALLOWED_WHEN_PARTITIONED, CONVERSIONS, UNREAD, look_at
 from zoo.shard.roles import RoleBuffer
@@ -46,8 +46,6 @@ class InitParameter(ShardedParameter):
         """Reads metadata; everything else needs the whole value: the active Init brings it, else it is refused."""
         kwargs = kwargs or {}
         if func not in _ALLOWED:
-            from zoo.shard.init.session import current
-
             session = current()
             parts = parts_in((args, kwargs))
             closed = bool(parts) and not parts[0].whole
@@ -310,8 +308,6 @@ class InitBucket(Bucket):
 
     def copy(self) -> nn.Parameter:
         """See ``InitParameter.__deepcopy__``."""
-        from zoo.shard.init.session import current
-
         session = current()
         if self.whole and session is None:
             with torch._C.DisableTorchFunctionSubclass():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.shard.init.session import current
+from zoo.shard.init.sharing import current
 
 _lock = threading.Lock()
 _num_active = 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,19 +24,12 @@ from zoo.layout import split_of
 from zoo.shard.agreement import short_digest
 from zoo.shard.init.materialise import Materialiser
 from zoo.shard.init.parts import SET_DATA, InitBucket, part_of
-from zoo.shard.init.sharing import Sharing
+from zoo.shard.init.sharing import Sharing, current
 from zoo.shard.offload.heap import map_large_blocks
 from zoo.shard.partitioned import PartitionedAccessError, flat_tensors
 
-_local = threading.local()
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _LEAKS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage")
-
-
-def current() -> Session | None:
-    """The innermost Init that is active on this thread."""
-    stack: list[Session] = getattr(_local, "stack", [])
-    return stack[-1] if stack else None
 
 
 class Session:
@@ -63,16 +55,6 @@ class Session:
         self._touches: dict[tuple[InitBucket, str], list[Any]] = {}
         self._twins: list[tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = []
         self._num = self._numel = self._largest = 0
-
-    def enter(self) -> None:
-        """Become the current one of this thread."""
-        if not hasattr(_local, "stack"):
-            _local.stack = []
-        _local.stack.append(self)
-
-    def leave(self) -> None:
-        """Be current no longer."""
-        _local.stack.remove(self)
 
     # Building --------------------------------------------------------------------------------------------------------
 

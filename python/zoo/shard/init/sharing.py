@@ -9,12 +9,13 @@ depend on the dtype, and a rank converts what it has without asking others.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,11 +28,23 @@ from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.packing import BucketSpec, layout_of
 from zoo.shard.placement.placements import Placements
 
-if TYPE_CHECKING:
-    from zoo.shard.init.parts import InitBucket
-
-
 _UNIT = 64  # elements: a cache line of the smallest dtype, and whole units of the quantisation kernels
+
+
+_local = threading.local()
+
+
+def active() -> list[Any]:
+    """Each :class:`~zoo.shard.init.session.Session` that is active on this thread, the innermost last."""
+    if not hasattr(_local, "sessions"):
+        _local.sessions = []
+    found: list[Any] = _local.sessions
+    return found
+
+
+def current() -> Any:
+    """The innermost of them; None without."""
+    return sessions[-1] if (sessions := active()) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +94,8 @@ class Sharing:
         device = torch.device("cuda" if "nccl" in self.comm.backend else "cpu")
         return self._recovery.agree_on(error, device) if self._recovery is not None else ""
 
-    def hold(self, part: InitBucket, *, writes: bool) -> bool:
+    def hold(self, part: Any, *, writes: bool) -> bool:
         """See :class:`~zoo.shard.values.gathered.Holder`."""
-        from zoo.shard.init.session import current
-
         session = current()
         if writes and session is not None and session.uses(part):
             session.settle()  # what initialisers wrote is kept, whatever becomes of what is written now
@@ -93,10 +104,8 @@ class Sharing:
         part.writers += writes
         return writes
 
-    def let_go(self, part: InitBucket, held: bool, *, forget: bool) -> None:
+    def let_go(self, part: Any, held: bool, *, forget: bool) -> None:
         """See :class:`~zoo.shard.values.gathered.Holder`."""
-        from zoo.shard.init.session import current
-
         session = current()
         part.active -= 1
         part.writers -= held
@@ -107,13 +116,11 @@ class Sharing:
         if session is None or not session.uses(part):
             part.drop_whole()
 
-    def noted(self, part: InitBucket) -> list[int]:
+    def noted(self, part: Any) -> list[int]:
         """See :class:`~zoo.shard.values.gathered.Holder`."""
         return [part.version]
 
-    def publish(
-        self, slots: Mapping[InitBucket, Sequence[int]], rank: int, seen: Mapping[InitBucket, Sequence[int]]
-    ) -> None:
+    def publish(self, slots: Mapping[Any, Sequence[int]], rank: int, seen: Mapping[Any, Sequence[int]]) -> None:
         """See :class:`~zoo.shard.values.gathered.Holder`."""
         for part in slots:
             part.store(rank)

@@ -35,7 +35,6 @@ from zoo.shard.runtime.walk import Demand, Reductions
 if TYPE_CHECKING:
     from zoo.shard.config import ZeroConfig
     from zoo.shard.runtime.gather_votes import GatherVotes
-    from zoo.shard.runtime.window import Window
 
 _log = logging.getLogger("zoo.zero")
 _graph_task = torch._C._current_graph_task_id
@@ -96,7 +95,7 @@ class Runtime:
         self.window_calls: dict[Hashable, list[Unit | bool]] = {}  # of each micro-batch of the latest window
         self._running: list[Unit] = []
         self._pass = 0  # its number
-        self.window: Window | None = None
+        self.window: object | None = None
         self._model = units[0].module
         self._hooks: list[Any] = self._demand.hooks if self._demand is not None else []
         self.units: list[Unit] = []
