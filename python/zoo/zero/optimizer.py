@@ -34,6 +34,7 @@ from zoo.zero.options.arguments import (
 )
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.state.optimizer_states import OptimizerStates
+from zoo.zero.state.rank_state import load_rank_state, rank_state
 from zoo.zero.state.saved import SavedState
 from zoo.zero.update.alike import Alike, Comparison
 from zoo.zero.update.clipping import Clipping, Nonfinite
@@ -275,6 +276,30 @@ class ZeroOptimizer(SavedState):
         """
         with self.sharded.no_sync():
             yield
+
+    # What torch calls its state --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's optimizer state, for a checkpoint read back at the same world size, stage and options.
+
+        Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
+        be read under another placement use :meth:`state_slices`, or the functions of
+        ``torch.distributed.checkpoint.state_dict``, for which the result also has ``["state"]``: asking for that is
+        collective, and makes the states by parameter (:mod:`zoo.zero.state.by_parameter`).
+        """
+        return rank_state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned on this rank, or states by parameter. Collective.
+
+        The latter are what torch's optimizers have, ``{"state": …, "param_groups": …}``, with whole tensors or
+        DTensors, of any world size; parameters then stay what they are, but for a state "master".
+
+        Raises:
+            ValueError: (on every rank, before anything changes) it is of another rank, world size, model or layout; or
+                ranks give states of other moments, or other values of what several of them hold.
+        """
+        load_rank_state(self, state_dict)
 
     # The end ---------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from zoo.shard.values.writes import Values, overlaps, write_values
 from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.inspection import Inspection
     from zoo.zero.state.optimizer_states import OptimizerStates
 
 
@@ -44,7 +44,7 @@ class _Place:
     stop: int
 
     @property
-    def optimizer(self) -> ZeroOptimizer:
+    def optimizer(self) -> Inspection:
         return self.states.optimizer
 
     @property

@@ -23,12 +23,11 @@ from zoo.shard.buckets import Bucket
 from zoo.shard.dtensors import is_dtensor, rows_of
 from zoo.shard.roles import PARAMETER
 from zoo.zero.state.logical import gone_of, runs_of
-from zoo.zero.update.expected import Keeps
+from zoo.zero.update.expected import MASTER, Keeps
 
 if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.state.saved import SavedState
 
-MASTER = "master"
 OF_SCHEDULES = "initial_lr"  # which any group may have
 
 
@@ -39,7 +38,7 @@ class RankState(dict[str, Any]):
     copy have what is shown.
     """
 
-    def __init__(self, shown: Mapping[str, Any], optimizer: ZeroOptimizer) -> None:
+    def __init__(self, shown: Mapping[str, Any], optimizer: SavedState) -> None:
         super().__init__(shown)
         self._optimizer = weakref.ref(optimizer)  # whoever keeps a state does not keep the model with it
         self._updates = optimizer.runtime.contexts.updates
@@ -71,14 +70,14 @@ def is_by_parameter(state: Any) -> bool:
 # What is handed out ---------------------------------------------------------------------------------------------------
 
 
-def members(optimizer: ZeroOptimizer) -> Iterator[tuple[int, Any, Bucket, int]]:
+def members(optimizer: SavedState) -> Iterator[tuple[int, Any, Bucket, int]]:
     """(index of the group, parameter, its bucket, its slot there) of every parameter in the groups, in order."""
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             yield index, parameter, parameter._zoo_bucket, parameter._zoo_slot
 
 
-def _refuse_others(optimizer: ZeroOptimizer) -> None:
+def _refuse_others(optimizer: SavedState) -> None:
     if optimizer._feedback:
         raise NotImplementedError(
             "states by parameter of an optimizer with errors that are fed back, which belong to ranks "
@@ -102,18 +101,8 @@ def _refuse_other_shapes(name: str, kept: Keeps) -> None:
         )
 
 
-def states_kept(optimizer: ZeroOptimizer, bucket: Bucket, slot: int, options: Mapping[str, Any]) -> Keeps:
-    """What is kept of a parameter with the options of its group; a master, of a 16-bit one, is among the states."""
-    updater = optimizer.updater
-    dtype = updater.dtype_of(bucket)
-    found = updater.expected.of_dtype(bucket.spec.groups[slot], dtype, options, bucket.spec.parameters[slot])
-    if dtype is bucket.spec.dtype or MASTER in found.states:
-        return found
-    return Keeps({**found.states, MASTER: dtype}, found.scalar_bytes, found.numbers, found.others)
-
-
 @torch.no_grad()
-def states_by_position(optimizer: ZeroOptimizer) -> dict[int, dict[str, Any]]:
+def states_by_position(optimizer: SavedState) -> dict[int, dict[str, Any]]:
     """Position of a trainable parameter in the groups → its states. Collective.
 
     One state of one bucket is whole at a time. Before the first step tensors are zeros, and numbers 0.
@@ -137,7 +126,7 @@ def states_by_position(optimizer: ZeroOptimizer) -> dict[int, dict[str, Any]]:
     positions: dict[tuple[Bucket, int], int] = {}
     for position, (group, _, bucket, slot) in enumerate(members(optimizer)):
         if bucket.spec.trainable:
-            kept = states_kept(optimizer, bucket, slot, optimizer.param_groups[group])
+            kept = optimizer.updater.keeps_of(bucket, slot, optimizer.param_groups[group])
             keeps.setdefault(bucket, {})[slot] = kept
             _refuse_other_shapes(bucket.spec.names[slot], kept)
             positions[bucket, slot] = position
@@ -165,7 +154,7 @@ def states_by_position(optimizer: ZeroOptimizer) -> dict[int, dict[str, Any]]:
 
 
 def _own_states(
-    optimizer: ZeroOptimizer, bucket: Bucket, roles: Mapping[str, torch.dtype]
+    optimizer: SavedState, bucket: Bucket, roles: Mapping[str, torch.dtype]
 ) -> tuple[dict[str, torch.Tensor], torch.device]:
     """By role what this rank updates of a bucket, flat and on the bucket's device; and where the states live."""
     low, high = bucket.kept_range
@@ -200,7 +189,7 @@ class Given:
         told: see :func:`~zoo.zero.state.same_state.refuse_others`.
     """
 
-    def __init__(self, optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
+    def __init__(self, optimizer: SavedState, state: Mapping[str, Any]) -> None:
         from zoo.zero.state.same_state import told_of
 
         self._runs: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
@@ -256,7 +245,7 @@ def _flat(value: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return whole.detach().reshape(-1), split
 
 
-def _entries(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> Iterator[tuple[Bucket, int, dict[str, Any], Keeps]]:
+def _entries(optimizer: SavedState, state: Mapping[str, Any]) -> Iterator[tuple[Bucket, int, dict[str, Any], Keeps]]:
     """(bucket, slot, states that are there, what is kept with the saved options) of every trainable parameter.
 
     The groups give parameters their keys, by place.
@@ -269,7 +258,7 @@ def _entries(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> Iterator[tup
                 continue
             kind = (index, bucket.spec.dtype)
             if kind not in known:
-                known[kind] = states_kept(optimizer, bucket, slot, group)
+                known[kind] = optimizer.updater.keeps_of(bucket, slot, group)
                 _refuse_other_shapes(bucket.spec.names[slot], known[kind])
             given = state["state"].get(key) or {}
             # torch has None, and its flattened states {}, for what is not there.
@@ -277,7 +266,7 @@ def _entries(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> Iterator[tup
             yield bucket, slot, there, known[kind]
 
 
-def states_by_name(optimizer: ZeroOptimizer) -> dict[str, Any]:
+def states_by_name(optimizer: SavedState) -> dict[str, Any]:
     """``{"state": …, "param_groups": …}`` with names in the place of positions: what DCP writes. Collective."""
     groups, states = optimizer.named_groups(), states_by_position(optimizer)
     names = [bucket.logical(bucket.spec.names[slot])[0] for _, _, bucket, slot in members(optimizer)]
@@ -286,7 +275,7 @@ def states_by_name(optimizer: ZeroOptimizer) -> dict[str, Any]:
     return {"state": found, "param_groups": groups}
 
 
-def check_given(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
+def check_given(optimizer: SavedState, state: Mapping[str, Any]) -> None:
     """Raise ValueError, on all ranks, unless the states fit the parameters. Collective."""
     said = together(
         optimizer.comm, "loading a state_dict", lambda: _check(optimizer, state),
@@ -301,7 +290,7 @@ def check_given(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
         )
 
 
-def _check(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> str:
+def _check(optimizer: SavedState, state: Mapping[str, Any]) -> str:
     """A digest of what is there."""
     _refuse_others(optimizer)
     groups = state.get("param_groups")
@@ -334,7 +323,7 @@ def _check(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> str:
     return short_digest(told)
 
 
-def check_options(optimizer: ZeroOptimizer, groups: list[dict[str, Any]]) -> None:
+def check_options(optimizer: SavedState, groups: list[dict[str, Any]]) -> None:
     """Raise ValueError if the groups of a state_dict cannot be those of this optimizer."""
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
@@ -353,7 +342,7 @@ def check_options(optimizer: ZeroOptimizer, groups: list[dict[str, Any]]) -> Non
             )
 
 
-def check_kept(optimizer: ZeroOptimizer, name: str, found: Set[str], wanted: Set[str]) -> None:
+def check_kept(optimizer: SavedState, name: str, found: Set[str], wanted: Set[str]) -> None:
     """Raise ValueError unless all states that are kept of a parameter were found and no other ones, or none at all."""
     foreign, lacking = found - wanted, wanted - found if found else set()
     if foreign or lacking:
@@ -366,7 +355,7 @@ def check_kept(optimizer: ZeroOptimizer, name: str, found: Set[str], wanted: Set
         )
 
 
-def check_all_or_none(optimizer: ZeroOptimizer, full: Sequence[str], empty: Sequence[str]) -> None:
+def check_all_or_none(optimizer: SavedState, full: Sequence[str], empty: Sequence[str]) -> None:
     """Raise ValueError where the states of some parameters were found, and none of others."""
     if empty and full:
         raise ValueError(
@@ -377,7 +366,7 @@ def check_all_or_none(optimizer: ZeroOptimizer, full: Sequence[str], empty: Sequ
 
 
 def _check_entry(
-    optimizer: ZeroOptimizer, bucket: Bucket, slot: int, entry: Mapping[str, Any], kept: Keeps
+    optimizer: SavedState, bucket: Bucket, slot: int, entry: Mapping[str, Any], kept: Keeps
 ) -> list[Any]:  # fmt: skip
     name = bucket.called(slot)
     check_kept(optimizer, name, entry.keys() - {MASTER}, (kept.states.keys() | kept.numbers) - {MASTER})

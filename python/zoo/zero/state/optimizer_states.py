@@ -20,21 +20,21 @@ from zoo.shard.roles import GRADIENT, ORIGINAL, PARAMETER
 from zoo.zero.update.segments import Segment, original_of
 
 if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.inspection import Inspection
     from zoo.zero.update.updater import Updater
 
 
 class OptimizerStates:
     """Of all buckets that ``optimizer`` trains; it does not keep the optimizer."""
 
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
+    def __init__(self, optimizer: Inspection) -> None:
         self._optimizer = weakref.ref(optimizer)
         _take_originals(optimizer)
         for bucket in optimizer.buckets:
             bucket.states = self
 
     @property
-    def optimizer(self) -> ZeroOptimizer:
+    def optimizer(self) -> Inspection:
         """Whose they are.
 
         Raises:
@@ -107,13 +107,11 @@ class OptimizerStates:
     def look(self, parameter: Any) -> tuple[list[str], dict[str, float]]:
         """The names of a parameter's states, and the numbers among them that this rank knows: 0 before the first step.
         Nothing is communicated, read or made."""
-        from zoo.zero.state.by_parameter import states_kept
-
         optimizer = self.optimizer
         optimizer.check_open()
         bucket, slot = parameter._zoo_bucket, parameter._zoo_slot
         group, name = bucket.spec.groups[slot], bucket.spec.names[slot]
-        kept = states_kept(optimizer, bucket, slot, optimizer.param_groups[group])
+        kept = optimizer.updater.keeps_of(bucket, slot, optimizer.param_groups[group])
         numbers = {} if optimizer.inner.state else dict.fromkeys(kept.numbers, 0.0)
         for segment in optimizer.updater.segments:
             if segment.bucket is bucket and segment.group == group and any(s.name == name for s in segment.slices()):
@@ -142,7 +140,7 @@ def _make_master(updater: Updater, segment: Segment) -> None:
         updater.inner.state[segment.tensor]["master"] = segment.tensor.detach().to(dtype, copy=True)
 
 
-def _take_originals(optimizer: ZeroOptimizer) -> None:
+def _take_originals(optimizer: Inspection) -> None:
     """The values that parameters came with become those of the masters, wherever these live; nothing else keeps them
     any more."""
     updater, sharded = optimizer.updater, optimizer.sharded
@@ -179,7 +177,7 @@ STATES = ("optim_states", "hp_params", "lp_params", "lp_grads")
 one is its own master); reduced gradients."""
 
 
-def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[torch.Tensor]:
+def tensors_of(optimizer: Inspection, include: Collection[str]) -> Iterator[torch.Tensor]:
     """The tensors on the device that ``include`` names; what lives in another tier is elsewhere already."""
     for segment in optimizer.updater.segments:
         for name, tensor in segment.in_memory().items():
@@ -225,7 +223,7 @@ def states_named(include: Iterable[str] | None, stage: int) -> tuple[str, ...]:
 class StatesAway:
     """What :meth:`ZeroOptimizer.offload_states` took away, and where it belongs."""
 
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
+    def __init__(self, optimizer: Inspection) -> None:
         self.include: tuple[str, ...] = ()
         self._away: list[tuple[torch.Tensor, torch.device]] = []
         self._optimizer, self._left = weakref.ref(optimizer), False

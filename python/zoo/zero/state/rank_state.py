@@ -32,14 +32,14 @@ from zoo.zero.state.same_state import refuse_others, told_of
 from zoo.zero.update.expected import Keeps
 
 if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.state.saved import SavedState
 
 _OF_RANKS = ("feedback.", "owed", "apart.")
 _DCP = ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader")
 _PARTS = {"slices": Mapping, "scalars": Mapping, "param_groups": list, "rank": int, "world_size": int}
 
 
-def rank_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
+def rank_state(optimizer: SavedState) -> dict[str, Any]:
     """See :meth:`zoo.zero.ZeroOptimizer.state_dict`."""
     for before in optimizer._optimizer_state_dict_pre_hooks.values():
         before(optimizer)
@@ -61,7 +61,7 @@ def rank_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
     return RankState(state, optimizer)
 
 
-def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
+def load_rank_state(optimizer: SavedState, given: Any) -> None:
     """See :meth:`zoo.zero.ZeroOptimizer.load_state_dict`."""
     state = dict(given) if isinstance(given, Mapping) else given
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -86,7 +86,7 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
         after(optimizer)
 
 
-def _by_parameter_anywhere(optimizer: ZeroOptimizer, state: Any) -> bool:
+def _by_parameter_anywhere(optimizer: SavedState, state: Any) -> bool:
     """Whether the state is one by parameter, as that of other ranks. Collective."""
     kinds = optimizer.sharded.everyone.all_gather_object(is_by_parameter(state))
     if len(set(kinds)) > 1:
@@ -110,7 +110,7 @@ def _told(state: Mapping[str, Any], slices: _Runs[torch.Tensor]) -> dict[str, st
     return told | {f"{k} of group {i}": described(v) for i, group in enumerate(groups) for k, v in group.items()}
 
 
-def _reader(optimizer: ZeroOptimizer, slices: _Runs[torch.Tensor]) -> Reader:
+def _reader(optimizer: SavedState, slices: _Runs[torch.Tensor]) -> Reader:
     starts = {tensor: list(of) for tensor, of in slices.items()}
     # Of all of each bucket: what reductions owe is of elements of other ranks too.
     shapes = {run.name: run.shape for bucket in optimizer.buckets for run in runs_of(bucket, bucket.layout.slices())}
@@ -126,7 +126,7 @@ def _reader(optimizer: ZeroOptimizer, slices: _Runs[torch.Tensor]) -> Reader:
     return read
 
 
-def _load(optimizer: ZeroOptimizer, options: list[dict[str, Any]], read: Reader, scalars: Mapping[str, float]) -> None:
+def _load(optimizer: SavedState, options: list[dict[str, Any]], read: Reader, scalars: Mapping[str, float]) -> None:
     was = [dict(group) for group in optimizer.param_groups]
     # The options come first: they say which states there are. Copied, as torch does.
     for group, saved in zip(optimizer.param_groups, copy.deepcopy(options), strict=True):
@@ -217,7 +217,7 @@ def _options(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 # The check -----------------------------------------------------------------------------------------------------------
 
 
-def _check(optimizer: ZeroOptimizer, state: Any) -> None:
+def _check(optimizer: SavedState, state: Any) -> None:
     """Raise ValueError unless a state of this rank fits this optimizer."""
     _check_parts(state)
     comm, where = optimizer.comm, (state["rank"], state["world_size"])
@@ -277,7 +277,7 @@ def _check_layout(wanted: _Runs[int], lengths: _Runs[int]) -> None:
 
 
 def _check_states(
-    optimizer: ZeroOptimizer, runs: _Runs[int], roles_of: Mapping[tuple[str, int], set[str]],
+    optimizer: SavedState, runs: _Runs[int], roles_of: Mapping[tuple[str, int], set[str]],
     others: Mapping[str, Mapping[str, int]], groups: list[dict[str, Any]], late: Set[str],
 ) -> None:  # fmt: skip
     """All states that the optimizer keeps with the saved options are there, and no other ones but the ``late`` ones,
@@ -323,7 +323,7 @@ def _roles_of(lengths: _Runs[int], scalars: Iterable[str]) -> dict[tuple[str, in
     return found
 
 
-def _wanted(optimizer: ZeroOptimizer) -> _Runs[int]:
+def _wanted(optimizer: SavedState) -> _Runs[int]:
     """By name of a parameter the length of each run that this rank needs."""
     found: _Runs[int] = {}
     needed = [(segment.bucket, segment.slices()) for segment in optimizer.updater.segments]

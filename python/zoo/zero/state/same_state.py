@@ -15,7 +15,7 @@ from zoo.shard.agreement import listed, short_digest
 from zoo.shard.values.writes import digest_of
 
 if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.inspection import Inspection
 
 _HOW = (
     "Nothing was loaded. Every rank gives what it has of one state: files of one save, or of whole tensors one file on "
@@ -30,7 +30,7 @@ def told_of(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)} {int(digest_of(value)):012x}"
 
 
-def refuse_others(optimizer: ZeroOptimizer, told: Mapping[str, str], moment: int | None = None) -> None:
+def refuse_others(optimizer: Inspection, told: Mapping[str, str], moment: int | None = None) -> None:
     """Raise ValueError, on all ranks, unless those that train one model were given one state. Collective.
 
     Args:

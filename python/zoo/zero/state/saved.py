@@ -1,10 +1,10 @@
-"""What a ZeRO optimizer saves and loads: its state as logical slices, by rank, and by parameter."""
+"""What a ZeRO optimizer saves and loads: its state as logical slices."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -12,8 +12,7 @@ import zoo.zero.state.logical as state_io
 from zoo.zero.inspection import Inspection
 
 if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
-    from zoo.zero.state.optimizer_states import StatesAway
+    from zoo.zero.state.optimizer_states import OptimizerStates, StatesAway
     from zoo.zero.update.segments import Segment
 
 
@@ -23,11 +22,8 @@ _log = logging.getLogger("zoo.zero")
 class SavedState(Inspection):
     """The part of :class:`~zoo.zero.ZeroOptimizer` that has to do with its state: saved, loaded, moved elsewhere."""
 
+    states: OptimizerStates
     _away: StatesAway | None = None
-
-    @property
-    def _whole(self) -> ZeroOptimizer:
-        return cast("ZeroOptimizer", self)
 
     def state_slices(self, *, errors: Literal["ranks", "folded"] = "ranks") -> list[state_io.StateSlice]:
         """This rank's part of the training state. Every element of every tensor belongs to exactly one rank. Parameters
@@ -156,32 +152,6 @@ class SavedState(Inspection):
         if self._scaler is not None and "scale" in mine:
             self._scaler.load(mine)
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's optimizer state, for a checkpoint read back at the same world size, stage and options.
-
-        Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
-        be read under another placement use :meth:`state_slices`, or the functions of
-        ``torch.distributed.checkpoint.state_dict``, for which the result also has ``["state"]``: asking for that is
-        collective, and makes the states by parameter (:mod:`zoo.zero.state.by_parameter`).
-        """
-        from zoo.zero.state.rank_state import rank_state
-
-        return rank_state(self._whole)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned on this rank, or states by parameter. Collective.
-
-        The latter are what torch's optimizers have, ``{"state": …, "param_groups": …}``, with whole tensors or
-        DTensors, of any world size; parameters then stay what they are, but for a state "master".
-
-        Raises:
-            ValueError: (on every rank, before anything changes) it is of another rank, world size, model or layout; or
-                ranks give states of other moments, or other values of what several of them hold.
-        """
-        from zoo.zero.state.rank_state import load_rank_state
-
-        load_rank_state(self._whole, state_dict)
-
     def held_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
         """What this rank holds of the training state; with ``owned`` what no other rank's slices have."""
         self.check_open()
@@ -223,7 +193,7 @@ class SavedState(Inspection):
             )
         self.check_open()
         self.read_outcome()
-        self._away = self._away or StatesAway(self._whole)
+        self._away = self._away or StatesAway(self)
         self._away.take(names, pin_memory=pin_memory and torch.cuda.is_available(), non_blocking=non_blocking)
         return self._away.num_bytes()
 

@@ -13,6 +13,9 @@ from zoo.shard.offload.tiers import Tier
 from zoo.zero.update.segments import Segment
 from zoo.zero.update.trial import stand_in, without_params
 
+MASTER = "master"
+"""The state that is the fp32 value of a 16-bit parameter."""
+
 
 @dataclass(frozen=True)
 class Keeps:
@@ -29,7 +32,7 @@ class Keeps:
     @property
     def names(self) -> set[str]:
         """Of all states beside a master, which is the parameter."""
-        return (self.states.keys() | self.numbers | self.others.keys()) - {"master"}
+        return (self.states.keys() | self.numbers | self.others.keys()) - {MASTER}
 
     @property
     def bytes_per_element(self) -> int:

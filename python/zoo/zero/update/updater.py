@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from zoo.shard.buckets import Bucket
 from zoo.shard.collectives.routes import Hop
 from zoo.shard.offload.tiers import OffloadError
 from zoo.zero.update.clipping import Factors, SkipsOnDevice
-from zoo.zero.update.expected import ExpectedStates
+from zoo.zero.update.expected import MASTER, ExpectedStates, Keeps
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, updated_dtype
 from zoo.zero.update.tensor_collectives import BucketParts
 
@@ -175,9 +176,12 @@ class Updater:
             return [((), piece) for piece in in_pieces(self.segments, limit)]
         return [((), self.segments)]
 
-    def dtype_of(self, bucket: Bucket) -> torch.dtype:
-        """In which the wrapped optimizer gets the parameters of ``bucket``."""
-        return updated_dtype(bucket, masters=not self._scales)
+    def keeps_of(self, bucket: Bucket, slot: int, options: Mapping[str, Any]) -> Keeps:
+        """What is kept of a parameter with the options of its group; a master, of a 16-bit one, is among the states."""
+        dtype = updated_dtype(bucket, masters=not self._scales)
+        found = self.expected.of_dtype(bucket.spec.groups[slot], dtype, options, bucket.spec.parameters[slot])
+        given = dtype is not bucket.spec.dtype and MASTER not in found.states
+        return replace(found, states={**found.states, MASTER: dtype}) if given else found
 
     def check_places(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if other states than at construction are kept with the options of ``groups``, on NVMe."""
