@@ -20,9 +20,9 @@ from zoo.shard.config import ZeroConfig
 from zoo.shard.init import patching
 from zoo.shard.init.materialise import Materialiser
 from zoo.shard.init.session import InitReport, Session
-from zoo.shard.init.sharing import Files, ParamSwapper, Sharing, Swapped, active
+from zoo.shard.init.sharing import ParamSwapper, Sharing, Swapped, active
 from zoo.shard.offload.config import OffloadParamConfig
-from zoo.shard.offload.scratch import Scratch, handle_of
+from zoo.shard.offload.scratch import NvmeFile, Scratch, handle_of
 from zoo.shard.offload.tiers import Tier
 from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.placements import by_stage, on_tiers
@@ -135,9 +135,13 @@ class Init:
         comm = self._communicator()
         pinned = zero.offload_param.pin_memory if pin_memory is None else pin_memory
         scratch = None if tier is Tier.DEVICE else _scratch(aio, pinned=pinned)
-        store: Files | Swapped | None = None
+        store: NvmeFile | Swapped | None = None
         if scratch is not None and tier is Tier.NVME:
-            store = Swapped(swapper) if swapper is not None else Files(scratch, zero.offload_param.nvme_path)
+            store = (
+                Swapped(swapper)
+                if swapper is not None
+                else scratch.nvme_file(zero.offload_param.nvme_path, "parameters being made", [])
+            )
         check_group(zero_param_parallel_group, name="zero_param_parallel_group")
         axes = axes_of(comm, self.get_partition_rank(), zero_param_parallel_group)
         sharing = Sharing(

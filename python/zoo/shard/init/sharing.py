@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,7 @@ from torch import nn
 from zoo.comm import Communicator, Recovery
 from zoo.shard.collectives.routes import Packer, Routes, plain_routes
 from zoo.shard.memory import Memory
-from zoo.shard.offload.scratch import NvmeFile, Scratch, round_up
+from zoo.shard.offload.scratch import NvmeFile, Scratch
 from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.packing import BucketSpec, layout_of
 from zoo.shard.placement.placements import Placements
@@ -63,7 +62,7 @@ class Sharing:
     axes: Axes
     placements: Placements
     scratch: Scratch | None = None
-    store: Files | Swapped | None = None
+    store: NvmeFile | Swapped | None = None
     quantised_reads: bool = False
     quantised_frozen: bool = False
     memory: Memory = field(default_factory=Memory)
@@ -187,10 +186,6 @@ class _Weakly:
         return 1
 
 
-_SMALLEST_FILE = 2**26
-_LARGEST_STEP = 2**30
-
-
 class ParamSwapper(Protocol):
     """Keeps the parts of an Init outside of memory: what ``Init(param_swapper=)`` takes.
 
@@ -207,49 +202,6 @@ class ParamSwapper(Protocol):
 
     def drop(self, key: int) -> None:
         """What ``key`` holds is needed no longer."""
-
-
-class Files:
-    """A store in unnamed files under ``folder``, which grow by a step at a time."""
-
-    def __init__(self, scratch: Scratch, folder: Path | None) -> None:
-        self._scratch, self._folder = scratch, folder
-        self._places: list[tuple[NvmeFile, int]] = []  # by region: a file and where it begins there
-        self._used = self._total = 0
-        self._nvme_file = self._grow(1)  # a folder that cannot be used is told before the model is built
-
-    def _grow(self, num_bytes: int) -> NvmeFile:
-        step = min(max(self._total, _SMALLEST_FILE), _LARGEST_STEP)
-        made = self._scratch.nvme_file(self._folder, "parameters being made", [max(num_bytes, step)])
-        self._total, self._used = self._total + made.num_bytes, 0
-        return made
-
-    def add(self, num_bytes: int) -> int:
-        """A new region."""
-        need = round_up(num_bytes)
-        if self._used + need > self._nvme_file.num_bytes:
-            self._nvme_file = self._grow(need)
-        self._places.append((self._nvme_file, self._used))
-        self._used += need
-        return len(self._places) - 1
-
-    def read(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
-        """See :class:`~zoo.shard.roles.Store`."""
-        nvme_file, base = self._places[region]
-        return nvme_file, nvme_file.read(0, tensor, base + offset, urgent=urgent)
-
-    def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
-        """See :class:`~zoo.shard.roles.Store`."""
-        nvme_file, base = self._places[region]
-        return nvme_file, nvme_file.write(0, tensor, base + offset, urgent=urgent)
-
-    def finish(self, future: Any) -> None:
-        """See :class:`~zoo.shard.roles.Store`."""
-        nvme_file, operation = future
-        nvme_file.finish(operation)
-
-    def drop(self, region: int) -> None:
-        """A region is needed no longer. Its space is free when the process ends."""
 
 
 class Swapped:

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 PAGE = 4096
+_SMALLEST_STEP, _LARGEST_STEP = 1 << 26, 1 << 30  # by which a file grows
 _TOLD_AFTER_S = 0.1
 _log = logging.getLogger("zoo.zero")
 
@@ -54,7 +56,7 @@ class Lease:
 
 
 class NvmeFile:
-    """A file of a known size, cut into regions that are read and written as tensors.
+    """A file that is cut into regions, which are read and written as tensors.
 
     The file has no name any more once it is open: its space is free again when the process ends, however that happens.
     A device may answer in any order; a region is not read while something of it is being written, and not written to
@@ -68,21 +70,35 @@ class NvmeFile:
         self._writing: dict[io.Future, int] = {}
         self._lent: dict[int, int] = {}  # leases by region
         self._returned = threading.Condition()
-        self.offsets, end = [], 0
+        self.offsets, self._end = [], 0
         for size in sizes:
-            self.offsets.append(end)
-            end += round_up(size)
-        self.num_bytes = end
+            self.offsets.append(self._end)
+            self._end += round_up(size)
+        self.num_bytes = self._end
         path = folder / f"zoo-{name}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self._where = f"{name} in {str(folder)!r}"
+        self._folder, self._where = folder, f"{name} in {str(folder)!r}"
         try:
-            _allocate(path, end)
+            self._descriptor = _allocate(path, self._end)
+            self._closes = weakref.finalize(self, os.close, self._descriptor)
             self._writer = handle.open(path, "w")
             self._reader = handle.open(path, "r")
         except (OSError, RuntimeError) as error:
-            raise OffloadError(_why(error, name, folder, end)) from error
+            raise OffloadError(_why(error, name, folder, self._end)) from error
         finally:
             path.unlink(missing_ok=True)
+
+    def add(self, num_bytes: int) -> int:
+        """A new region; the file doubles, or grows by a step, when it is full."""
+        self.offsets.append(self._end)
+        self._end += round_up(num_bytes)
+        if self._end > self.num_bytes:
+            size = max(self._end, self.num_bytes + min(max(self.num_bytes, _SMALLEST_STEP), _LARGEST_STEP))
+            try:
+                os.posix_fallocate(self._descriptor, self.num_bytes, size - self.num_bytes)
+            except OSError as error:
+                raise OffloadError(_why(error, self.what, self._folder, size)) from error
+            self.num_bytes = size
+        return len(self.offsets) - 1
 
     @property
     def gds(self) -> bool:
@@ -173,15 +189,19 @@ class NvmeFile:
         self._wait_for_leases()
         self._writer.close()
         self._reader.close()
+        self._closes()
 
 
-def _allocate(path: Path, num_bytes: int) -> None:
+def _allocate(path: Path, num_bytes: int) -> int:
+    """A new file of this size, open; its space is taken."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         if num_bytes:
             os.posix_fallocate(descriptor, 0, num_bytes)
-    finally:
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _why(error: OSError | RuntimeError, name: str, folder: Path, num_bytes: int) -> str:
