@@ -68,7 +68,7 @@ class Bucket:
         source: where this rank's parameters are already, so that nothing is communicated; None: the values of rank 0.
         label: for messages: the units whose parameters these are.
         gone: what parameters that the model does not have any more are called (:meth:`logical`).
-        owner: returns the ``ShardedModel`` it belongs to, or before that what ``Init`` has; None when that is gone.
+        owner: returns the ``ShardedModel`` it belongs to, or before that what ``Init`` has; None where that is gone.
         votes: where ranks agree on gathers that they need at different times; None where all need the same.
         on_refused: called with the slot of a refused parameter that was touched; True if it is whole now.
         leases: number of contexts (``runtime/contexts.py``) that still have to come back to this bucket in backward.
@@ -117,7 +117,7 @@ class Bucket:
         self._called = list(spec.names)
         self.gone: frozenset[str] = frozenset()
         self.label = _label(spec.units)
-        self.owner: Callable[[], Any] | None = None
+        self.owner: Callable[[], Any] = _nobody
         self.on_refused: Callable[[Bucket, int], bool] | None = None
         self.votes: GatherVotes | None = None
         self.leases, self.active, self.context_serial = 0, 0, -1
@@ -162,7 +162,7 @@ class Bucket:
             )
         if (value.dtype, value.device) != (self.spec.dtype, self.device):
             raise ValueError(cannot_convert(name, parameter, value))
-        owner = self.owner() if self.owner is not None else None
+        owner = self.owner()
         if owner is None:
             raise RuntimeError(
                 f"the optimizer of the parameter {name!r} does not exist any more: the model runs, and keeps the "
@@ -179,7 +179,7 @@ class Bucket:
 
     def note_gradient(self) -> None:
         """A gradient was assigned: it is this rank's, to be reduced with those of the others."""
-        owner = self.owner() if self.owner is not None else None
+        owner = self.owner()
         if owner is not None:
             owner.runtime.note_unreduced()
 
@@ -210,7 +210,7 @@ class Bucket:
 
     def called(self, slot: int) -> str:
         """For messages: the name of a parameter in this rank's model as it is now; the latest, where it is gone."""
-        members = getattr(self.owner() if self.owner is not None else None, "members", None)
+        members = getattr(self.owner(), "members", None)
         if members is not None:
             members.look()
         return self._called[slot]
@@ -368,6 +368,10 @@ class Bucket:
         elif not self.partitioned:  # the new parameters
             hops.append(Hop("all_gather", self.shard_group, self.num_bytes))
         return hops
+
+
+def _nobody() -> None:
+    return None
 
 
 def _label(units: Sequence[str]) -> str:

@@ -261,7 +261,7 @@ def _parameters_in(params: Any) -> list[Any]:
 
 def owner_of(bucket: Bucket) -> Owner:
     """What a bucket belongs to."""
-    owner: Owner | None = bucket.owner() if bucket.owner is not None else None
+    owner: Owner | None = bucket.owner()
     if owner is None:
         raise RuntimeError(f"the optimizer of the parameters of {bucket.label} does not exist any more.")
     return owner

@@ -180,7 +180,7 @@ def _owners(model: nn.Module) -> list[Any]:
     """What shards its parameters."""
     from zoo.shard.init.parts import InitBucket
 
-    found = [b.owner() for b in _buckets(model).values() if not isinstance(b, InitBucket) and b.owner]
+    found = [b.owner() for b in _buckets(model).values() if not isinstance(b, InitBucket)]
     return [owner for owner in found if owner is not None]
 
 

@@ -371,7 +371,7 @@ def _owner(parameter: ShardedParameter) -> Any:
     from zoo.shard.init.parts import InitBucket
 
     bucket = parameter._zoo_bucket
-    return bucket.owner() if bucket is not None and not isinstance(bucket, InitBucket) and bucket.owner else None
+    return bucket.owner() if bucket is not None and not isinstance(bucket, InitBucket) else None
 
 
 _IN_ZOO = ("adam", "adamw", "adagrad", "lamb", "lion", "sgd", "onebitadam", "onebitlamb", "zerooneadam")

@@ -50,7 +50,7 @@ def _is_stage3(parameter: Any) -> bool:
     bucket = parameter._zoo_bucket
     if isinstance(bucket, InitBucket):
         return True
-    owner = bucket.owner() if bucket.owner is not None else None
+    owner = bucket.owner()
     return owner is not None and owner.config.stage == 3
 
 
@@ -127,7 +127,7 @@ def ds_process_group(parameter: Any) -> Any:
 def is_external_param(parameter: Any) -> bool:
     """Whether a module that does not own it has been told, or was found, to use it."""
     bucket = parameter._zoo_bucket
-    owner = bucket.owner() if bucket.owner is not None else None
+    owner = bucket.owner()
     runtime = getattr(owner, "runtime", None)
     return runtime is not None and any(bucket in unit.external for unit in runtime.units)
 
