@@ -227,25 +227,9 @@ def _check(optimizer: SavedState, state: Any) -> None:
             f"{optimizer.config.stage}. load_state() with the slices of all ranks reads any placement into any other."
         )
     saved = {t: _lengths(of) for t, of in _saved(state["slices"]).items() if not t.startswith(_OF_RANKS)}
-    lengths, others = _without_others(saved)
-    wanted = _wanted(optimizer)
-    _check_layout(wanted, lengths)
+    _check_layout(_wanted(optimizer), saved)
     check_options(optimizer, _options(state))
-    roles, late = _roles_of(lengths, state["scalars"]), late_roles(state["scalars"])
-    _check_states(optimizer, wanted, roles, others, _options(state), late)
-
-
-def _without_others(saved: _Runs[int]) -> tuple[_Runs[int], dict[str, dict[str, int]]]:
-    """The entries with as many elements as parameters; and by parameter the length of states of other shapes."""
-    plain, others = _Runs[int](), dict[str, dict[str, int]]()
-    for tensor, of in saved.items():
-        role, _, name = tensor.partition("|")
-        whole = split_name(name, role)
-        if whole is None:
-            plain[tensor] = of
-        else:
-            others.setdefault(whole, {})[role] = sum(of.values())
-    return plain, others
+    _check_states(optimizer, _roles_of(saved, state["scalars"]), _options(state), late_roles(state["scalars"]))
 
 
 def _check_parts(state: Any) -> None:
@@ -262,11 +246,11 @@ def _check_parts(state: Any) -> None:
         )
 
 
-def _check_layout(wanted: _Runs[int], lengths: _Runs[int]) -> None:
-    wrong = [name for name, of in wanted.items() if lengths.get(f"parameter|{name}") != of]
-    for tensor, of in lengths.items():
-        name = tensor.partition("|")[2]
-        if not of.items() <= wanted.get(name, {}).items():
+def _check_layout(wanted: _Runs[int], saved: _Runs[int]) -> None:
+    wrong = [name for name, of in wanted.items() if saved.get(f"parameter|{name}") != of]
+    for tensor, of in saved.items():
+        role, _, name = tensor.partition("|")
+        if split_name(name, role) is None and of != wanted.get(name):
             wrong.append(name)
     if wrong:
         raise ValueError(
@@ -277,15 +261,13 @@ def _check_layout(wanted: _Runs[int], lengths: _Runs[int]) -> None:
 
 
 def _check_states(
-    optimizer: SavedState, runs: _Runs[int], roles_of: Mapping[tuple[str, int], set[str]],
-    others: Mapping[str, Mapping[str, int]], groups: list[dict[str, Any]], late: Set[str],
-) -> None:  # fmt: skip
+    optimizer: SavedState, roles_of: Mapping[str, Mapping[str, int]], groups: list[dict[str, Any]], late: Set[str]
+) -> None:
     """All states that the optimizer keeps with the saved options are there, and no other ones but the ``late`` ones,
     which it makes after its first step; or none at all."""
     if not optimizer.updater.expected.known:
         return
     keeps_of: dict[tuple[Any, ...], Keeps] = {}
-    starts = {name: list(of) for name, of in runs.items()}
     optimizer.updater.check_places(groups)
     empty: list[str] = []
     full: list[str] = []
@@ -293,33 +275,32 @@ def _check_states(
         kind = optimizer.updater.expected.kind_of(segment)
         if kind not in keeps_of:
             keeps_of[kind] = optimizer.updater.expected.with_options(segment, groups[segment.group])
-        wanted = keeps_of[kind].names
-        for row in (row for run in runs_of(segment.bucket, segment.slices()) for row in run.rows()):
-            name, at = row.name, _run_of(starts[row.name], row.start)
-            found = roles_of.get((name, at), set()) | roles_of.get((name, -1), set()) | others.get(name, {}).keys()
-            check_kept(optimizer, name, found - (late - wanted), wanted)
-            for role, length in others.get(name, {}).items():
-                if length != keeps_of[kind].others.get(role):
-                    who = type(optimizer.inner).__name__
+        kept = keeps_of[kind]
+        for name in dict.fromkeys(run.name for run in runs_of(segment.bucket, segment.slices())):
+            found = roles_of.get(name, {})
+            check_kept(optimizer, name, found.keys() - (late - kept.names), kept.names)
+            for role, length in kept.others.items():
+                if found.get(role, length) != length:
                     raise ValueError(
-                        f"the state_dict has {length} elements of {role!r} of {name!r}, and {who} keeps "
-                        f"{keeps_of[kind].others.get(role)}. Nothing was loaded. Load a state_dict of the same model."
+                        f"the state_dict has {found[role]} elements of {role!r} of {name!r}, and "
+                        f"{type(optimizer.inner).__name__} keeps {length}. Nothing was loaded. Load a state_dict of "
+                        "the same model."
                     )
-            if wanted:
+            if kept.names:
                 (full if found else empty).append(name)
     check_all_or_none(optimizer, full, empty)
 
 
-def _roles_of(lengths: _Runs[int], scalars: Iterable[str]) -> dict[tuple[str, int], set[str]]:
-    """The states that are there of each run of a parameter, by its name and start; numbers are at -1."""
-    found: dict[tuple[str, int], set[str]] = {}
-    for tensor, of in lengths.items():
+def _roles_of(saved: _Runs[int], scalars: Iterable[str]) -> dict[str, dict[str, int]]:
+    """By name of a parameter the states that are there, and how many elements of each; of numbers 0."""
+    found: dict[str, dict[str, int]] = {}
+    for tensor, of in saved.items():
         role, _, name = tensor.partition("|")
-        for start in of if role != "parameter" else ():
-            found.setdefault((name, start), set()).add(role)
+        if role != "parameter":
+            found.setdefault(split_name(name, role) or name, {})[role] = sum(of.values())
     for entry in scalars:
         role, _, name = entry.partition("/")
-        found.setdefault((name, -1), set()).add(role)
+        found.setdefault(name, {})[role] = 0
     return found
 
 
