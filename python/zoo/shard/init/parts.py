@@ -261,8 +261,6 @@ class InitBucket(Bucket):
 
     def drop_whole(self) -> None:
         """Free the whole value."""
-        if self.whole and not self.parameters.full.untyped_storage().resizable():  # NumPy has had it
-            self._rebuild(_hollow(self.shape, self.dtype, self.device), self)
         self.executor.reshard(self)
         self.parameters.aliases.clear()
         self.aliased = False

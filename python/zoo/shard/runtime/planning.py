@@ -81,18 +81,14 @@ class Drive:
     reduce: bool = False
 
 
-def in_turn(units: Iterable[tuple[str, tuple[Bucket, ...]]]) -> list[Call]:
-    """Calls of units that do not nest, one after the other."""
-    return [event for name, buckets in units for event in (Enter(name, buckets), Exit())]
-
-
 def units_in_turn(units: Iterable[Any], modules: Sequence[str] = ()) -> list[Call]:
-    """Calls of all units that have partitioned buckets, or of those within ``modules``."""
+    """Calls of all units that have partitioned buckets, or of those within ``modules``, one after the other."""
     within = tuple(f"{name}." for name in modules)
-    return in_turn(
-        (unit.name, unit.partitioned) for unit in units
+    return [
+        event for unit in units
         if unit.partitioned and (not modules or f"{unit.name}.".startswith(within))
-    )  # fmt: skip
+        for event in (Enter(unit.name, unit.partitioned), Exit())
+    ]  # fmt: skip
 
 
 def calls_of(events: Iterable[Any]) -> list[Call]:
