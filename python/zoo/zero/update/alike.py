@@ -132,15 +132,18 @@ class Tally:
     """Numbers of each rank that a step adds up over all of them, and such as have to be alike.
 
     Args:
-        mine: (k,) of this rank, to add up. alike: (A,) of this rank (:meth:`Alike.row`).
+        mine: (k,) of this rank, to add up; None for nothing. alike: (A,) of this rank (:meth:`Alike.row`).
         comm: all ranks that have numbers; layers: those with other layers of the model, None for none.
     """
 
     def __init__(
-        self, mine: torch.Tensor, comm: Communicator, layers: Communicator | None, alike: torch.Tensor | None = None
+        self, mine: torch.Tensor | None, comm: Communicator, layers: Communicator | None,
+        alike: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.comm, self._layers, self._num = comm, layers, mine.numel()
-        self.mine = mine.double() if alike is None else torch.cat([mine.double(), alike.to(mine.device)])
+        self.comm, self._layers = comm, layers
+        self._adds, self._num = mine is not None, 0 if mine is None else mine.numel()
+        given = [t for t in (mine, alike) if t is not None]
+        self.mine = torch.cat([t.double().to(given[0].device) for t in given])
         self._sums: torch.Tensor | None = None
         self._everyone: torch.Tensor | None = None
 
@@ -175,6 +178,10 @@ class Tally:
         return self._sums
 
     _elsewhere: torch.Tensor | None = None
+
+    def told(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The sums, None where there was nothing to add up, and the rows. Collective where :meth:`sums` is."""
+        return self.sums() if self._adds else None, self.rows()
 
     def rows(self) -> torch.Tensor | None:
         """(1 + N A,) fp64 on the device: how many groups of ranks have rows that are not alike, where that is known of
@@ -270,7 +277,7 @@ class Comparison:
             added[WRITES] = sharded.writes.digest()
             added |= {SCALE: loss_scale, CLIPPED: clipped}
         row = self._alike.row(groups, {**alike, **added}, sharded.buckets[0].device)
-        return Tally(row.new_empty(0) if mine is None else mine, comm, layers, row)
+        return Tally(mine, comm, layers, row)
 
     def refuse(self, outcome: Outcome) -> None:
         """Raise CollectiveMismatchError where ranks do not have alike what they have to; ``outcome`` was read."""

@@ -117,7 +117,7 @@ class Stepping(OuterOptimizer):
         tally = self._comparison.tally(
             mine, alike, groups, measures=clipping.may_skip, loss_scale=self.loss_scale, clipped=clipping.clipped
         )
-        told = partial(self._told, tally, mine is not None)
+        told = partial(self._told, tally)
         if self._in_backward is not None:
             self._in_backward.step()
             self._settle_errors(used=True)
@@ -131,7 +131,7 @@ class Stepping(OuterOptimizer):
         measured = self.clipping.may_skip
         rest = None if measured or self._late else told(made=False)
         try:
-            factors = self._measured(tally, mine is not None, groups) if measured else UNCHANGED
+            factors = self._measured(tally, groups) if measured else UNCHANGED
         except NonFiniteGradientsError:
             self._settle_errors(used=False)
             raise
@@ -158,15 +158,14 @@ class Stepping(OuterOptimizer):
                 self._publish()
             raise
 
-    def _told(self, tally: Tally | None, tallies: bool, *, made: bool) -> Outcome | None:
+    def _told(self, tally: Tally | None, *, made: bool) -> Outcome | None:
         """What goes with a step beside its norm. It is read here where the update has not been ``made``, and nothing is
-        read later. ``tallies``: the tally has numbers of the caller's.
+        read later.
 
         Raises:
             CollectiveMismatchError: ranks do not have alike what they have to.
         """
-        sums = tally.sums() if tally is not None and tallies else None
-        rows = tally.rows() if tally is not None else None
+        sums, rows = tally.told() if tally is not None else (None, None)
         if sums is None and rows is None:
             return None
         found = Outcome(None, sums, rows, made=made)
@@ -175,15 +174,11 @@ class Stepping(OuterOptimizer):
             self._comparison.refuse(found)
         return found
 
-    def _measured(self, tally: Tally | None, tallies: bool, groups: list[dict[str, Any]]) -> Factors | None:
-        """What the update multiplies by; None for no update. Waits for the norm unless the update can do without.
-
-        ``tallies``: the tally has numbers of the caller's.
-        """
+    def _measured(self, tally: Tally | None, groups: list[dict[str, Any]]) -> Factors | None:
+        """What the update multiplies by; None for no update. Waits for the norm unless the update can do without."""
         clipping, unscale = self.clipping, self.clipping.unscale
         norm = clipping.measure(tally=tally)
-        sums = tally.sums() if tally is not None and tallies else None
-        outcome = Outcome(norm, sums, tally.rows() if tally is not None else None)
+        outcome = Outcome(norm, *(tally.told() if tally is not None else (None, None)))
         late = self._late and not clipping.raises and not self._feedback
         if late and self.updater.skips_on_device.possible(groups):
             outcome.made = True
