@@ -124,13 +124,13 @@ def test_every_part_to_come_has_its_reason_and_is_named_once() -> None:
 
 def test_a_class_of_a_part_to_come_can_be_a_base_and_asked_about_at_import() -> None:
     from zoo.deepspeed.module_inject import DSPolicy
-    from zoo.deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+    from zoo.deepspeed.runtime.hybrid_engine_graph import DecodeGraphCache
 
     class Mine(DSPolicy, torch.nn.Module):  # type: ignore[misc, valid-type]
         """As a library defines one at its top."""
 
     model = torch.nn.Linear(2, 2)
-    assert not any(isinstance(m, (DSPolicy, DeepSpeedHybridEngine)) for m in model.modules())
+    assert not any(isinstance(m, (DSPolicy, DecodeGraphCache)) for m in model.modules())
     with pytest.raises(NotImplementedError, match=r"DSPolicy is not in zoo: a model is cut by the section"):
         Mine(model)
 

@@ -55,6 +55,9 @@ def test_answers_are_of_the_newest_weights(stage: int) -> None:
             found.append(rollout.generate(REQUEST, GREEDY).input_ids)
             assert engine.module.training
             assert rollout.sync_weights(step) is None
+            if step == 1:
+                told = engine.engine.record.metrics  # of what was drawn after the step before
+                assert 0 <= told["rollout/logprob_gap"] <= told["rollout/logprob_gap_most"] < 1e-4
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
             state = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         rollout.shutdown()

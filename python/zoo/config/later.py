@@ -42,6 +42,21 @@ KEYS: dict[str, Fate] = {
     "use_data_before_expert_parallelism": refused(
         'the order of mesh.axes says it: {"expert": 2, "data": -1} has data-parallel ranks side by side', False
     ),
+    "hybrid_engine": unnecessary(
+        "the model that is trained generates: zoo.inference.generate(engine.module.eval(), ...), and through "
+        "zoo.deepspeed engine.generate(...), of at most max_out_tokens a row, prompt included",
+        alone=False,
+        keys={
+            "enabled": setting(False, nothing=(True,)), "max_out_tokens": setting(512, asks=False),
+            "inference_tp_size": refused(
+                "a model is split for training and generation at once: the section tensor_parallel", 1
+            ),
+            "release_inference_cache": unnecessary("keys and values are gone when generate returns", False),
+            "pin_parameters": unnecessary("no parameter is copied, so none is page-locked for it", True),
+            "tp_gather_partition_size": unnecessary("each layer is gathered when it runs", 8),
+            "enable_cuda_graph": unnecessary("generation calls kernels one by one", False),
+        },
+    ),
     "graph_harvesting": waits("the compiler (CUDA graphs)", False),
     "vocabulary_size": unnecessary("nothing depends on it", None, int),
     "timers": unnecessary(
@@ -138,10 +153,6 @@ SECTIONS: dict[str, Fate] = {
     "flops_profiler": _switched(
         "the flops profiler", recompute_fwd_factor=0.0, profile_step=1, module_depth=-1, top_modules=1, detailed=True,
         output_file=PATH,
-    ),
-    "hybrid_engine": _switched(
-        "inference between training steps", max_out_tokens=512, inference_tp_size=1, release_inference_cache=False,
-        pin_parameters=True, tp_gather_partition_size=8, enable_cuda_graph=False,
     ),
     "nebula": _switched(
         "Nebula is a service of one cloud; zoo writes its checkpoints itself", refused, persistent_storage_path=PATH,

@@ -1,7 +1,11 @@
 from .cache import Cache as Cache
 from .cache import forecast as forecast
+from .generation import Generated as Generated
 from .generation import generate as generate
 from .sampling import Sampling as Sampling
+from .scoring import Gap as Gap
+from .scoring import gap as gap
+from .scoring import score as score
 from .streaming import Streamed as Streamed
 from .streaming import layer_bytes as layer_bytes
 from .streaming import stream as stream

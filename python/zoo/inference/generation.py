@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import nn
@@ -13,18 +13,43 @@ from transformers import PreTrainedModel
 
 from zoo.inference.cache import Cache, check_numbers
 from zoo.inference.sampling import Sampling, check_places
+from zoo.inference.scoring import logprob
 from zoo.inference.slots import Slots, Step
 
 Tensor = torch.Tensor
 GREEDY = Sampling(temperature=0)
 
 
+class Generated(NamedTuple):
+    """What :func:`generate` gives with ``logprobs=True``: for each prompt its tokens (n,) int64, and log softmax(z) of
+    each (n,) fp32, before temperature, top_k and top_p."""
+
+    tokens: list[Tensor]
+    logprobs: list[Tensor]
+
+
+@overload
+def generate(
+    model: nn.Module, prompts: Sequence[Tensor | Sequence[int]], *, max_new_tokens: int, sampling: Sampling = GREEDY,
+    end: int | Iterable[int] | None = None, slots: int = 8, room: int | None = None,
+    sequences: Sequence[int] | None = None, logprobs: Literal[False] = False,
+) -> list[Tensor]: ...  # fmt: skip
+
+
+@overload
+def generate(
+    model: nn.Module, prompts: Sequence[Tensor | Sequence[int]], *, max_new_tokens: int, sampling: Sampling = GREEDY,
+    end: int | Iterable[int] | None = None, slots: int = 8, room: int | None = None,
+    sequences: Sequence[int] | None = None, logprobs: Literal[True],
+) -> Generated: ...  # fmt: skip
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module, prompts: Sequence[Tensor | Sequence[int]], *, max_new_tokens: int, sampling: Sampling = GREEDY,
     end: int | Iterable[int] | None = None, slots: int = 8, room: int | None = None,
-    sequences: Sequence[int] | None = None,
-) -> list[Tensor]:  # fmt: skip
+    sequences: Sequence[int] | None = None, logprobs: bool = False,
+) -> list[Tensor] | Generated:  # fmt: skip
     """The tokens that follow each prompt.
 
     Up to ``slots`` prompts are generated at once; each is computed alone, then a token of all of them at a time. A row
@@ -41,9 +66,11 @@ def generate(
             ALiBi to scores, or that hide keys by masks of their own, which count from the longest row.
         room: tokens of a row of the cache, prompt included; None: what the longest prompt needs.
         sequences: the number of each prompt's sequence, for ``sampling``; None: 0, 1, ...
+        logprobs: how likely each token was, too.
 
     Returns:
-        For each prompt, in their order, (n,) int64, n <= max_new_tokens, with the token that ended it.
+        For each prompt, in their order, (n,) int64, n <= max_new_tokens, with the token that ended it; or a
+        :class:`Generated`.
 
     Raises:
         ValueError: the model trains, is of another kind, or needs ``slots=1``; a prompt is empty, has no room, or other
@@ -54,7 +81,7 @@ def generate(
         raise ValueError(f"sampling={sampling!r}; it must be a zoo.inference.Sampling.")
     ids, ends = _ids(model, prompts), _ends(model, end)
     if not ids:
-        return []
+        return Generated([], []) if logprobs else []
     needed = max(len(one) for one in ids) + max_new_tokens
     room = needed if room is None else room
     if room < needed:
@@ -70,16 +97,20 @@ def generate(
     rows, why = min(slots, len(ids)), _one_at_a_time(model)
     if why and rows > 1:
         raise ValueError(f"{why}, so that rows of several lengths cannot be computed together; give slots=1.")
-    run = _Run(model, Slots(_config(model), rows, room), sampling, ends, max_new_tokens, masked=not why)
-    return run.all(ids, names)
+    run = _Run(
+        model, Slots(_config(model), rows, room), sampling, ends, max_new_tokens, masked=not why, scores=logprobs
+    )
+    tokens = run.all(ids, names)
+    return Generated(tokens, [torch.tensor(found) for found in run.logprobs]) if logprobs else tokens
 
 
 class _Run:
     """One call of :func:`generate`. rows: of each slot in use, (prompt, its sequence). masked: a mask says what each
-    row sees; else there is one row, which sees all."""
+    row sees; else there is one row, which sees all. scores: log-probabilities are kept."""
 
     def __init__(
-        self, model: nn.Module, slots: Slots, sampling: Sampling, ends: set[int], max_new_tokens: int, *, masked: bool
+        self, model: nn.Module, slots: Slots, sampling: Sampling, ends: set[int], max_new_tokens: int, *, masked: bool,
+        scores: bool,
     ) -> None:  # fmt: skip
         self.model, self.slots, self.sampling, self.ends, self.most = model, slots, sampling, ends, max_new_tokens
         self.masked = masked or set(slots.windows) != {None}
@@ -91,10 +122,12 @@ class _Run:
         self.dtype = next(model.parameters()).dtype
         self.rows: list[tuple[int, int]] = []
         self.tokens: list[list[int]] = []
+        self.logprobs: list[list[float]] = []
+        self.scores = scores
 
     def all(self, ids: list[Tensor], names: list[int]) -> list[Tensor]:
         """The tokens of each prompt."""
-        self.tokens = [[] for _ in ids]
+        self.tokens, self.logprobs = [[] for _ in ids], [[] for _ in ids]
         waiting = list(reversed(range(len(ids))))
         device = next(self.model.parameters()).device
         while waiting or self.rows:
@@ -139,7 +172,12 @@ class _Run:
 
     def _picked(self, logits: Tensor, rows: list[tuple[int, int]]) -> Tensor:
         sequences = torch.tensor([name for _, name in rows])
-        return self.sampling.pick(logits, sequences, torch.tensor([len(self.tokens[index]) for index, _ in rows]))
+        places = torch.tensor([len(self.tokens[index]) for index, _ in rows])
+        picked = self.sampling.pick(logits, sequences, places)
+        if self.scores:
+            for (index, _), value in zip(rows, logprob(logits, picked).tolist(), strict=True):
+                self.logprobs[index].append(value)
+        return picked
 
     def _mask(self, step: Step) -> Any:
         if not self.masked:

@@ -34,7 +34,6 @@ from zoo.zero.options.arguments import (
 )
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.state.optimizer_states import OptimizerStates
-from zoo.zero.state.rank_state import load_rank_state, rank_state
 from zoo.zero.state.saved import SavedState
 from zoo.zero.update.alike import Alike, Comparison
 from zoo.zero.update.clipping import Clipping, Nonfinite
@@ -287,6 +286,8 @@ class ZeroOptimizer(SavedState):
         ``torch.distributed.checkpoint.state_dict``, for which the result also has ``["state"]``: asking for that is
         collective, and makes the states by parameter (:mod:`zoo.zero.state.by_parameter`).
         """
+        from zoo.zero.state.rank_state import rank_state  # three files that training does without
+
         return rank_state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -299,6 +300,8 @@ class ZeroOptimizer(SavedState):
             ValueError: (on every rank, before anything changes) it is of another rank, world size, model or layout; or
                 ranks give states of other moments, or other values of what several of them hold.
         """
+        from zoo.zero.state.rank_state import load_rank_state
+
         load_rank_state(self, state_dict)
 
     # The end ---------------------------------------------------------------------------------------------------------

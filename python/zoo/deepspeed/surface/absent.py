@@ -96,7 +96,6 @@ ABSENT: Mapping[str, str] = {
         "deepspeed.comm.reduce_scatter_tensor is there, of one tensor."
     ),
     "runtime.domino": _TENSOR_PARALLEL,
-    "runtime.hybrid_engine": _ROLLOUT,
     "runtime.rollout": _ROLLOUT,
     "runtime.superoffload": "SuperOffload is not there; offload_optimizer is.",
     "runtime.swap_tensor": "parameters and states go to NVMe by zoo.shard.offload, in pieces of any size.",
@@ -114,7 +113,6 @@ ABSENT: Mapping[str, str] = {
         "partitioned parameters keep their whole shape; ds_status says whether their values are there."
     ),
     "runtime.zero.stage_1_and_2.IPGBucket": _INTERNAL,
-    "DeepSpeedHybridEngine": _ROLLOUT,
     "DeepSpeedTransformerConfig": _TRANSFORMER,
     "DeepSpeedTransformerLayer": _TRANSFORMER,
     "replace_transformer_layer": _TENSOR_PARALLEL,

@@ -45,7 +45,16 @@ _SETTINGS: Names = {
     ),
 }
 
+_HYBRID: Names = {
+    "DeepSpeedHybridEngine": Name(
+        f"{_INFERENCE}.hybrid:DeepSpeedHybridEngine",
+        "made by initialize where hybrid_engine.enabled is true; the very parameters generate, none is gathered ahead; "
+        "generate refuses more than max_out_tokens, prompt included.",
+    ),
+}
+
 TABLE: Table = {
+    "runtime.hybrid_engine": _HYBRID,
     "inference": {},
     "inference.engine": _GENERATES,
     "inference.config": {
@@ -75,7 +84,7 @@ TABLE: Table = {
         ),
     },
     "": {
-        **_GENERATES,
+        **_GENERATES, **_HYBRID,
         **_SETTINGS,
         "init_inference": Name(
             f"{_INFERENCE}.entry:init_inference",

@@ -15,7 +15,7 @@ from zoo.deepspeed.adapters import asserting, told_as
 from zoo.deepspeed.adapters.accelerator.real_accelerator import get_accelerator
 from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig
 from zoo.deepspeed.adapters.inference.fates import check, check_model, is_trained, streams
-from zoo.deepspeed.adapters.inference.lengths import check_lengths, check_memory
+from zoo.deepspeed.adapters.inference.lengths import Lengths, check_lengths, check_memory
 from zoo.deepspeed.adapters.utilities.logs import logger, warning_once
 from zoo.tensor.agreement import all_or_none
 
@@ -62,7 +62,7 @@ class InferenceEngine(nn.Module):
             )
         check_model(model, config)
         check(config)
-        check_memory(model, config, 1, config.min_out_tokens)
+        check_memory(model, _degree(config), 1, config.min_out_tokens)
         self._config, self.mpu, self.mp_group = config, config.tensor_parallel.mpu, None
         self.injection, self._injected = None, False
         self._waits = False  # ranks that are done go on until all are: they have experts of others
@@ -117,7 +117,9 @@ class InferenceEngine(nn.Module):
         return told_as(RuntimeError)(lambda *args, **kwargs: self._generate(own, args, kwargs))
 
     def _generate(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_lengths(self.module, self._config, args, kwargs)
+        config = self._config
+        lengths = Lengths(config.max_out_tokens, config.min_out_tokens, "init_inference", _degree(config))
+        check_lengths(self.module, lengths, args, kwargs)
         if self._waits and "synced_gpus" not in kwargs:
             kwargs["synced_gpus"] = True
         return own(*args, **kwargs)
@@ -184,6 +186,10 @@ class InferenceEngine(nn.Module):
             raise ConfigError("model profiling is not enabled: call profile_model_time() before the forwards.")
         found, self._model_times = self._model_times, []
         return found
+
+
+def _degree(config: DeepSpeedInferenceConfig) -> int:
+    return config.tensor_parallel.tp_size if config.tensor_parallel.enabled else 1
 
 
 def _streamed(model: nn.Module, config: DeepSpeedInferenceConfig) -> Streamed:

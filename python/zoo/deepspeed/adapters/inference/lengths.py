@@ -5,21 +5,28 @@ Legend: L layers, H heads of keys and values, D their size; B rows, T tokens of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zoo.config import ConfigError
 from zoo.deepspeed.adapters.accelerator.real_accelerator import get_accelerator
-from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig
 
 _PROMPTS = "inputs", "input_ids", "inputs_embeds"
 
 
-def check_lengths(
-    model: nn.Module, settings: DeepSpeedInferenceConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+class Lengths(NamedTuple):
+    """Most tokens of a row, prompt included; fewest that there is room for behind it; who was told so; ranks that share
+    heads."""
+
+    most: int
+    least: int
+    told: str
+    degree: int = 1
+
+
+def check_lengths(model: nn.Module, lengths: Lengths, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a call of ``generate`` whose rows would be longer than ``max_out_tokens``, or that has no room for
     ``min_out_tokens`` more.
 
@@ -27,21 +34,21 @@ def check_lengths(
         ConfigError: with the numbers.
     """
     prompt, rows = _prompt_of(args, kwargs)
-    most, least = settings.max_out_tokens, settings.min_out_tokens
+    most, least, told, degree = lengths
     given = {**kwargs, "generation_config": args[1]} if len(args) > 1 else kwargs
     new = _new_tokens(model, prompt, given)
     if prompt + new > most or prompt > most:
         raise ConfigError(
             f"generate() got a prompt of {prompt} tokens and is to add {new}, {prompt + new} in all, which exceeds "
-            f"maximum length: max_out_tokens={most}, prompt included. Shorten one of them, or give init_inference a "
-            "larger max_out_tokens."
+            f"maximum length: max_out_tokens={most}, prompt included. Shorten one of them, or give {told} a larger "
+            "max_out_tokens."
         )
     if prompt + least > most:
         raise ConfigError(
             f"generate() got a prompt of {prompt} tokens, and max_out_tokens={most} leaves {most - prompt} for what is "
             f"generated, fewer than min_out_tokens={least}. Raise the first or lower the second."
         )
-    check_memory(model, settings, rows, prompt + least)
+    check_memory(model, degree, rows, prompt + least)
 
 
 def _prompt_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -84,14 +91,13 @@ def cache_bytes(model: nn.Module, rows: int, tokens: int) -> int:
     return int(2 * layers * rows * kept * tokens * dim * first.element_size())
 
 
-def check_memory(model: nn.Module, settings: DeepSpeedInferenceConfig, rows: int, tokens: int) -> None:
+def check_memory(model: nn.Module, degree: int, rows: int, tokens: int) -> None:
     """Refuse keys and values that do not fit into the memory that is free now.
 
     Raises:
         ConfigError: with the numbers.
     """
-    tp = settings.tensor_parallel
-    asked = cache_bytes(model, rows, tokens) // (tp.tp_size if tp.enabled else 1)
+    asked = cache_bytes(model, rows, tokens) // degree
     if not asked:
         return
     accelerator: Any = get_accelerator()

@@ -34,6 +34,10 @@ class HybridEngineRollout(RolloutEngine):
     whatever the batch. Decoder layers are injected where that is proved (``zoo.inject``); at stage 3 each step gathers
     each layer.
 
+    The first answer of each call is scored as a trainer would. How far its log-probabilities are from those of
+    generating is "rollout/logprob_gap" (mean) and "rollout/logprob_gap_most" of the next step's record, in nats;
+    ``measures_gap = False`` leaves it out.
+
     Args:
         engine: of ``deepspeed.initialize``, or anything with ``module``, a causal model of transformers.
         tokenizer: with ``eos_token_id`` and ``pad_token_id``.
@@ -41,6 +45,7 @@ class HybridEngineRollout(RolloutEngine):
     """
 
     name = "hybrid_engine"
+    measures_gap = True
 
     def __init__(self, engine: Any, tokenizer: Any, cfg: HybridEngineRolloutConfig | Any = None) -> None:
         self.engine, self.tokenizer = engine, tokenizer
@@ -62,7 +67,7 @@ class HybridEngineRollout(RolloutEngine):
         Raises:
             ValueError: numbers of ``sampling`` that cannot be, a prompt without a token, or another model.
         """
-        from zoo.inference import generate  # with zoo-kernels
+        from zoo.inference import gap, generate, score  # with zoo-kernels
 
         drawn, times = _sampling(sampling), sampling.n_samples_per_prompt
         if type(times) is not int or times < 1:
@@ -74,15 +79,22 @@ class HybridEngineRollout(RolloutEngine):
         module.eval()
         try:
             self._inject(module)
-            answers = generate(
+            answers, said = generate(
                 module, prompts, max_new_tokens=sampling.max_new_tokens, sampling=drawn, end=self._ends(),
-                slots=sampling.continuous_batch_size or min(SLOTS, max(len(prompts), 1)),
+                slots=sampling.continuous_batch_size or min(SLOTS, max(len(prompts), 1)), logprobs=True,
             )  # fmt: skip
+            report = getattr(getattr(self.engine, "engine", None), "report", None)
+            if report is not None and answers and self.measures_gap:
+                found = gap(said[:1], score(module, prompts[:1], answers[:1]))
+                report("rollout/logprob_gap", found.mean)
+                report("rollout/logprob_gap_most", found.most)
         finally:
             module.train(training)
         return self._batch(request, answers, times)
 
     def _inject(self, module: nn.Module) -> None:
+        if self._injected is None and getattr(self.engine, "injection", None) is not None:
+            self._injected = False  # a DeepSpeedHybridEngine has done it
         if self._injected is None:
             from zoo.inject import inject
 

@@ -205,10 +205,29 @@ def _wrapped(engine: Any, document: dict[str, Any], mpu: Any, *, pipeline: bool)
         from zoo.deepspeed.adapters.tensor.layers import adopt_all
 
         adopt_all(engine.module, engine.mesh.get_group("tensor"))
-    made = engine_class(engine.module)(engine, document, mpu)
+    made = _class_for(engine.module, document)(engine, document, mpu)
     _MADE[id(engine.sharded)] = made
     keep(engine.module, engine.sharded)
     return made
+
+
+def _class_for(model: nn.Module, document: Mapping[str, Any]) -> type[DeepSpeedEngine]:
+    """The class of engine for a model and a configuration.
+
+    Raises:
+        ValueError: a pipeline is to generate.
+    """
+    found, section = engine_class(model), document.get("hybrid_engine")
+    if not (isinstance(section, Mapping) and section.get("enabled")):
+        return found
+    if found is not DeepSpeedEngine:
+        raise ConfigError(
+            "hybrid_engine.enabled is true, and the model is a PipelineModule, of which each rank has some layers: it "
+            "generates nothing. Leave the section out, or give initialize the model in one piece."
+        )
+    from zoo.deepspeed.adapters.inference.hybrid import DeepSpeedHybridEngine
+
+    return DeepSpeedHybridEngine
 
 
 def _ended(engine: Any, error: BaseException | None) -> None:
