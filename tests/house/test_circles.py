@@ -10,7 +10,7 @@ import ast
 from tests.house.pages import ROOT
 
 NUM_CIRCLES = 1
-NUM_FILES = 8
+NUM_FILES = 7
 
 
 def imports() -> dict[str, set[str]]:

@@ -31,7 +31,6 @@ from zoo.shard.roles import GRADIENT, ORIGINAL, PARAMETER, RoleBuffer, States, S
 
 if TYPE_CHECKING:
     from zoo.shard.offload.scratch import Scratch
-    from zoo.shard.runtime.gather_votes import GatherVotes
 
 GONE = "no longer in the model: "
 """Before the name that a parameter had at construction, where the model does not have it any more."""
@@ -69,7 +68,8 @@ class Bucket:
         label: for messages: the units whose parameters these are.
         gone: what parameters that the model does not have any more are called (:meth:`logical`).
         owner: returns the ``ShardedModel`` it belongs to, or before that what ``Init`` has; None where that is gone.
-        votes: where ranks agree on gathers that they need at different times; None where all need the same.
+        in_turn: gathers it after what other ranks need first, where they need other gathers; None where all need the
+            same.
         on_refused: called with the slot of a refused parameter that was touched; True if it is whole now.
         leases: number of contexts (``runtime/contexts.py``) that still have to come back to this bucket in backward.
         active: number of running forwards of units that use it.
@@ -119,7 +119,7 @@ class Bucket:
         self.label = _label(spec.units)
         self.owner: Callable[[], Any] = _nobody
         self.on_refused: Callable[[Bucket, int], bool] | None = None
-        self.votes: GatherVotes | None = None
+        self.in_turn: Callable[[Bucket], None] | None = None
         self.leases, self.active, self.context_serial = 0, 0, -1
         self.read_whole = False  # since the latest update, outside of forward and backward
         self.quiet = False  # what is not here reads as nothing, and is no error: a partitioned gradient, a state_dict

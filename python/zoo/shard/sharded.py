@@ -200,7 +200,7 @@ class ShardedModel:
 
             self.votes = GatherVotes(self.comm, self.buckets)
             for bucket in self.buckets:
-                bucket.votes = self.votes if bucket.partitioned else None
+                bucket.in_turn = self.votes.unshard if bucket.partitioned else None
         recovers = self.comm.size > 1 and self.votes is None and not self.comm.is_dry
         self._budgets = budgets_of(self.buckets, specs, cfg, spans=spans)
         self.runtime = Runtime(

@@ -70,8 +70,8 @@ class Executor:
             return
         for watcher in self.watchers:
             watcher.unshards(bucket, exact=exact, ahead=ahead)
-        if bucket.votes is not None and not exact:
-            bucket.votes.unshard(bucket)
+        if bucket.in_turn is not None and not exact:
+            bucket.in_turn(bucket)
         else:
             parameters.start(exact=exact)
 

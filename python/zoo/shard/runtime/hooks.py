@@ -378,7 +378,7 @@ class Runtime:
             return False
         where = repr(unit.name) if unit.name else "the model itself"
         # Once for each: a rank that does not touch it here would answer this gather with another one.
-        if bucket.votes is None:
+        if bucket.in_turn is None:
             bucket.agree(
                 "an external parameter was found:", f"{bucket.called(slot)} in {where} (register_external_parameter)"
             )
