@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.zero.saved import collect, whole
 from torch import nn
 
 from zoo import sim
+from zoo.layout import FlatLayout, LogicalTensor
 from zoo.shard.collectives.feedback import Lossy
 from zoo.zero import Stage3Optimizer, ZeroOptimizer
 
@@ -53,6 +55,9 @@ class Sum:
         return []
 
 
+ALONE: Any = SimpleNamespace(world=None, shard=SimpleNamespace(size=1), replicas=SimpleNamespace(rank=0), place=0)
+
+
 def coarse(values: torch.Tensor) -> torch.Tensor:
     return (values * 4).round() / 4
 
@@ -62,7 +67,8 @@ def coarse(values: torch.Tensor) -> torch.Tensor:
 def test_what_is_sent_and_what_is_kept_is_what_was_given(program: list[str], seed: int) -> None:
     """In multiples of 2⁻¹⁰, so that every sum is exact: Σ sent + error = Σ given, over what steps have used."""
     generator = torch.Generator().manual_seed(seed)
-    feedback = Lossy(Sum(), coarse)
+    layout = FlatLayout.pack([LogicalTensor(name="w", shape=(6,), dtype="float32")], align=1, multiple=1)
+    feedback = Lossy(Sum(), coarse, ALONE, layout)
     given_, sent, pending = torch.zeros(6), torch.zeros(6), []
     for action in program:
         if action == "reduce":

@@ -111,7 +111,7 @@ def _choose(
                 weights=weights,
                 stored=stored,
                 gradient_bits=bits,
-                feedback=config.quantized_gradients_feedback,
+                feedback=layout_of(spec, num_chunks) if config.quantized_gradients_feedback else None,
             )
         )
     return found

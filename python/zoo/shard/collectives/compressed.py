@@ -24,13 +24,12 @@ from zoo.comm import Communicator, Handle, Then
 from zoo.comm.compression import Codec, ReduceLeg, TwoStep
 from zoo.comm.handles import DONE
 from zoo.layout import FlatLayout
-from zoo.shard.collectives.feedback import Feedback, GradientFeedback, Range
+from zoo.shard.collectives.feedback import Feedback, GradientFeedback
 from zoo.shard.collectives.routes import FlatReduce, Hop, Reduce, Routes, WholeReduce
 from zoo.shard.placement.packing import BucketSpec, layout_of
 from zoo.shard.placement.placements import Placements
 
 if TYPE_CHECKING:
-    from zoo.shard.buckets import Bucket
     from zoo.shard.placement.axes import Axes
 
 
@@ -112,11 +111,12 @@ class CompressedMean:
     def __init__(self, comm: Communicator, codec: Codec, used: Used) -> None:
         self.unit, self.comm, self.used = 1.0, comm, used
         self._two_step = TwoStep(comm, codec, used.numel)
-
-    @property
-    def _mine(self) -> slice:
-        """The used elements of which this rank is the server."""
-        return self._two_step.reduce.where(self.comm.rank)
+        self._mine = self._two_step.reduce.where(comm.rank)  # the used elements of which this rank is the server
+        self.peers, self.pays = comm, True  # each server has a chunk of its own
+        self.error_range, self.owed_range = (
+            used.range_of(0, used.numel),
+            used.range_of(self._mine.start, self._mine.stop),
+        )
 
     @property
     def error(self) -> Tensor | None:
@@ -138,22 +138,6 @@ class CompressedMean:
     def owed(self, value: Tensor | None) -> None:
         mine = self._mine
         self._two_step.server.value = None if value is None else self.used.packed(value, mine.start, mine.stop)
-
-    def error_range(self, bucket: Bucket) -> Range:
-        """What the R ranks have alike."""
-        return self.used.range_of(0, self.used.numel)
-
-    def owed_range(self, bucket: Bucket) -> Range:
-        """The chunk of which this rank is the server."""
-        return self.used.range_of(self._mine.start, self._mine.stop)
-
-    def peers(self, axes: Axes) -> Communicator:
-        """The R ranks."""
-        return self.comm
-
-    def pays(self, axes: Axes) -> bool:
-        """Each server has a chunk of its own."""
-        return True
 
     def divisor(self, num_losses: int, num_ranks: int) -> int:
         """The mean is over ranks."""
@@ -190,7 +174,7 @@ class CompressedLeg(GradientFeedback):
     """Gradients to their owners among the p ranks of a shard group, compressed; the way back is not."""
 
     def __init__(self, axes: Axes, switch: Switch, layout: FlatLayout) -> None:
-        super().__init__(switch.unit)
+        super().__init__(axes, layout, switch.unit)
         size, self._layout = axes.shard.size, layout
         self._leg = ReduceLeg(axes.shard, switch.codec, layout.size, chunk=layout.size // size)
         self._scale = size / axes.num_losses

@@ -30,7 +30,7 @@ from zoo.comm import Communicator, Handle, Then
 from zoo.shard.collectives.routes import Hop, Reduce
 
 if TYPE_CHECKING:
-    from zoo.shard.buckets import Bucket
+    from zoo.layout import FlatLayout
     from zoo.shard.placement.axes import Axes
 
 Range = tuple[int, int]
@@ -40,29 +40,24 @@ class Feedback(Protocol):
     """A collective of one bucket that keeps what it left out: who steps, saves and loads sees this of it.
 
     Attributes:
-        error: fp32, what this rank has not said of :meth:`error_range`; None for zero.
-        owed: fp32, what is added to the next mean of :meth:`owed_range`, on the rank that makes it; None for nothing.
+        error_range: [start, stop) of the elements of the bucket that have an error here.
+        error: fp32, what this rank has not said of them; None for zero.
+        owed_range: [start, stop) of those of which this rank makes the mean.
+        owed: fp32, what is added to the next mean of them, on the rank that makes it; None for nothing.
+        peers: the ranks that have errors for the same elements.
+        pays: of ranks that make the same mean this one has what is owed.
         unit: errors times this are in the unit of whatever else may go on from them.
         has_loss_scale: errors are in units of the loss scale.
     """
 
-    unit: float
-
+    error_range: Range
     error: torch.Tensor | None
+    owed_range: Range
     owed: torch.Tensor | None
+    peers: Communicator
+    pays: bool
+    unit: float
     has_loss_scale: ClassVar[bool]
-
-    def error_range(self, bucket: Bucket) -> Range:
-        """Which elements of the bucket have an error here."""
-
-    def owed_range(self, bucket: Bucket) -> Range:
-        """Of which elements this rank makes the mean."""
-
-    def peers(self, axes: Axes) -> Communicator:
-        """The ranks that have errors for the same elements."""
-
-    def pays(self, axes: Axes) -> bool:
-        """Of ranks that make the same mean this one has what is owed."""
 
     def divisor(self, num_losses: int, num_ranks: int) -> int:
         """What a sum over errors of so many ranks is divided by, where the mean is of so many losses."""
@@ -81,7 +76,10 @@ class Feedback(Protocol):
 
 
 class GradientFeedback:
-    """Base of reductions of gradients to their owners that keep errors; see :class:`Feedback`.
+    """Base of reductions of gradients to their owners that keep errors, of all ranks; see :class:`Feedback`.
+
+    Args:
+        axes, layout: of the bucket.
 
     Attributes:
         owed: (n,) fp32, what this rank's chunk of the next mean has to be increased by; None for nothing.
@@ -90,25 +88,12 @@ class GradientFeedback:
     has_loss_scale: ClassVar[bool] = True
     error: torch.Tensor | None
 
-    def __init__(self, unit: float = 1.0) -> None:
+    def __init__(self, axes: Axes, layout: FlatLayout, unit: float = 1.0) -> None:
         self.unit, self._paid = unit, False
         self.owed: torch.Tensor | None = None
-
-    def error_range(self, bucket: Bucket) -> Range:
-        """All of it."""
-        return 0, bucket.layout.size
-
-    def owed_range(self, bucket: Bucket) -> Range:
-        """The chunk of this rank."""
-        return bucket.own_range
-
-    def peers(self, axes: Axes) -> Communicator:
-        """All ranks have a gradient."""
-        return axes.world
-
-    def pays(self, axes: Axes) -> bool:
-        """See :class:`Feedback`: replicas add up what they get."""
-        return axes.replicas.rank == 0
+        self.peers, self.error_range = axes.world, (0, layout.size)
+        self.owed_range = layout.shard_range(axes.place, axes.shard.size)
+        self.pays = axes.replicas.rank == 0  # replicas add up what they get
 
     def divisor(self, num_losses: int, num_ranks: int) -> int:
         """The mean is over losses."""
@@ -147,13 +132,16 @@ class Lossy(GradientFeedback):
     Args:
         inner: the reduction; it compresses what it is given.
         seen: C, what all ranks see of it: (P,) fp32 → (P,) fp32.
+        axes, layout: of the bucket.
 
     Attributes:
         error: (P,) fp32, e_r; None before the first step, which is zero.
     """
 
-    def __init__(self, inner: Reduce, seen: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
+    def __init__(
+        self, inner: Reduce, seen: Callable[[torch.Tensor], torch.Tensor], axes: Axes, layout: FlatLayout
+    ) -> None:
+        super().__init__(axes, layout)
         self._inner, self._seen = inner, seen
         self.error: torch.Tensor | None = None
         self._prepared: torch.Tensor | None = None

@@ -48,6 +48,7 @@ from functools import partial
 import torch
 
 from zoo.comm import Communicator, Handle, Then
+from zoo.layout import FlatLayout
 from zoo.shard.collectives.feedback import Lossy
 from zoo.shard.collectives.routes import Gather, Hop, Reduce, Routes, with_replicas
 from zoo.shard.placement.axes import Axes
@@ -219,15 +220,16 @@ class Packer:
 
 
 def quantised_routes(
-    plain: Routes, group_size: int, *, weights: bool, stored: bool, gradient_bits: int | None, feedback: bool = False
-) -> Routes:
+    plain: Routes, group_size: int, *, weights: bool, stored: bool, gradient_bits: int | None,
+    feedback: FlatLayout | None = None,
+) -> Routes:  # fmt: skip
     """The routes of a bucket of which something is quantised.
 
     Args:
         weights: gather as int8.
         stored: keep the chunk as int8.
         gradient_bits: of gradients, None for their own dtype.
-        feedback: keep what is lost of gradients for the next ones.
+        feedback: keep what is lost of gradients for the next ones, of a bucket with this layout; None: forget it.
 
     Among a single rank nothing travels, and only ``stored`` rounds.
     """
@@ -241,8 +243,9 @@ def quantised_routes(
         found = replace(found, gather=QuantisedGather(plain.exact, group_size))
     if gradient_bits is not None:
         reduce: Reduce = QuantisedReduce(axes, bits=gradient_bits, group_size=group_size)
-        if feedback:
-            reduce = errors = Lossy(reduce, partial(_seen, bits=gradient_bits, group_size=group_size))
+        if feedback is not None:
+            seen = partial(_seen, bits=gradient_bits, group_size=group_size)
+            reduce = errors = Lossy(reduce, seen, axes, feedback)
             found = replace(found, feedback=errors)
         found = replace(found, reduce=with_replicas(reduce, axes))
     return found

@@ -90,10 +90,10 @@ def feedback_slices(bucket: Bucket, *, owned: bool = True) -> Iterator[StateSlic
     if feedback is None:
         return
     if feedback.error is not None and (axes.counts or not owned):
-        pieces = bucket.layout.slices(*feedback.error_range(bucket))
-        yield from _cut(bucket, pieces, f"feedback.{feedback.peers(axes).rank}", feedback.error)
-    if feedback.owed is not None and ((axes.counts and feedback.pays(axes)) or not owned):
-        yield from _cut(bucket, bucket.layout.slices(*feedback.owed_range(bucket)), "owed", feedback.owed)
+        pieces = bucket.layout.slices(*feedback.error_range)
+        yield from _cut(bucket, pieces, f"feedback.{feedback.peers.rank}", feedback.error)
+    if feedback.owed is not None and ((axes.counts and feedback.pays) or not owned):
+        yield from _cut(bucket, bucket.layout.slices(*feedback.owed_range), "owed", feedback.owed)
 
 
 def folded_slices(bucket: Bucket) -> Iterator[StateSlice]:
@@ -103,14 +103,14 @@ def folded_slices(bucket: Bucket) -> Iterator[StateSlice]:
     feedback, axes = bucket.routes.feedback, bucket.routes.axes
     if feedback is None:
         return
-    peers, error, (first, last) = feedback.peers(axes), feedback.error, feedback.error_range(bucket)
+    peers, error, (first, last) = feedback.peers, feedback.error, feedback.error_range
     total = torch.zeros(last - first + 1, dtype=torch.float32, device=bucket.device)
     if error is not None:
         total[:-1] = error
         total[-1] = 1  # somebody has one
     peers.all_reduce(total).wait()
-    low, high = feedback.owed_range(bucket)
-    if low == high or not (axes.counts and feedback.pays(axes)) or (feedback.owed is None and not total[-1]):
+    low, high = feedback.owed_range
+    if low == high or not (axes.counts and feedback.pays) or (feedback.owed is None and not total[-1]):
         return
     found = total[low - first : high - first] / feedback.divisor(axes.num_losses, peers.size)
     if feedback.owed is not None:
@@ -129,7 +129,7 @@ def feedback_scalars(buckets: Iterable[Bucket]) -> dict[str, float]:
             continue
         names = [f"/{bucket.logical(name)[0]}" for name in bucket.spec.names] if bucket.spec.axes else [""]
         for name in names:
-            found[f"zero/feedback_peers{name}"] = float(feedback.peers(bucket.routes.axes).size)
+            found[f"zero/feedback_peers{name}"] = float(feedback.peers.size)
             found[f"zero/feedback_unit{name}"] = feedback.unit
     return found
 
@@ -152,7 +152,7 @@ def fill_feedback(bucket: Bucket, saved_losses: int, scalars: Mapping[str, float
     feedback.forget()
     if not saved_losses:
         return
-    peers = feedback.peers(axes)
+    peers = feedback.peers
     mine = feedback.divisor(axes.num_losses, peers.size)
 
     def saved(name: str) -> tuple[int, int, float]:
@@ -167,7 +167,7 @@ def fill_feedback(bucket: Bucket, saved_losses: int, scalars: Mapping[str, float
 
     # By what there is of all of the bucket: of a tensor that is saved every rank has to save its elements.
     firsts, own = _firsts(bucket), f"feedback.{peers.rank}"
-    first, last = feedback.error_range(bucket)
+    first, last = feedback.error_range
     runs = list(runs_of(bucket, bucket.layout.slices(first, last)))
     if any(goes_on(run.name) and _has(run, own, read) for run in [*firsts, *runs]):
         error = torch.zeros(last - first, device=bucket.device)
@@ -175,8 +175,8 @@ def fill_feedback(bucket: Bucket, saved_losses: int, scalars: Mapping[str, float
             if goes_on(run.name):
                 _add(error, run, own, read, saved(run.name)[2])
         feedback.error = error
-    low, high = feedback.owed_range(bucket)
-    runs = list(runs_of(bucket, bucket.layout.slices(low, high))) if feedback.pays(axes) else []
+    low, high = feedback.owed_range
+    runs = list(runs_of(bucket, bucket.layout.slices(low, high))) if feedback.pays else []
     roles = {run.name: ["owed", *(["feedback.0"] if not goes_on(run.name) else [])] for run in firsts}
     if runs and any(_has(run, role, read) for run in [*firsts, *runs] for role in roles[run.name]):
         owed = torch.zeros(high - low, device=bucket.device)
