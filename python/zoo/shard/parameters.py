@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 _VERSION: Any = attrgetter("_version")
+_USE_COUNT: Any = torch.Tensor._use_count  # which a parameter's own class refuses
 
 
 class Presence(enum.Enum):
@@ -301,7 +302,7 @@ class BucketParameters:
         if not self.saved:
             nodes = accumulators(parameters)  # each has its parameter, and so has Python
             with torch._C.DisableTorchFunctionSubclass():
-                self.saved = any(p._use_count() > 1 + p.requires_grad for p in parameters)
+                self.saved = any(_USE_COUNT(p) > 1 + p.requires_grad for p in parameters)
             del nodes
         return self.saved
 
