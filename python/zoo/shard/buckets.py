@@ -139,8 +139,6 @@ class Bucket:
             shard.drop()
             shard.pack = routes.pack
             shard.set(values)
-        if self.gradients is not None:
-            self.gradients.travel()
 
     def take_external(self, slot: int) -> bool:
         """A parameter was touched while it is refused: whether a running forward takes it."""

@@ -60,7 +60,6 @@ class BucketGradients:
         self._storage = self.flat.untyped_storage()
         self._views = bucket.views(self.flat)
         self._split = bucket.placements.gradients.is_split
-        self.travel()
         self.role = bucket.roles[GRADIENT] = bucket.new_gradient()
         # What a reduction makes here: [start, stop).
         self._range = (0, bucket.layout.size) if bucket.routes.reduces_whole else bucket.own_range
@@ -105,11 +104,6 @@ class BucketGradients:
         else:
             self.open()
 
-    def travel(self) -> None:
-        """The bucket's routes are there, or are others now."""
-        # A split gradient is dropped when it is reduced, and not written to again.
-        self._room = self.bucket.routes.room if self._split else None
-
     def _attach(self) -> None:
         for parameter, view in zip(self.bucket.spec.parameters, self._views, strict=True):
             raw_grad(parameter, view)
@@ -135,7 +129,9 @@ class BucketGradients:
         self.check_strays()
         if not self._here:
             allow_storage(self._storage._cdata)
-            self.bucket.memory.fill(self._storage, self.bucket.num_gradient_bytes, room=self._room)
+            # A split gradient is dropped when it is reduced, and not written to again.
+            room = self.bucket.routes.room if self._split else None
+            self.bucket.memory.fill(self._storage, self.bucket.num_gradient_bytes, room=room)
             if not CAN_REFUSE_STORAGE:
                 self._attach()
         elif self.reduced:
