@@ -336,7 +336,7 @@ CHECKS = (
     Check(name="softmax", operators=("softmax", "softmax_backward"), cases=layers.softmax_cases),
     Check(
         name="bias, dropout and residual",
-        operators=("bias_dropout_residual", "bias_dropout_residual_backward"), cases=layers.dropout_cases,
+        operators=("bias_dropout_residual", "bias_dropout_residual_backward", "dropout"), cases=layers.dropout_cases,
     ),
     Check(name="choice of experts", operators=("top_k_gate", "top_k_gate_backward"), cases=layers.gate_cases),
     Check(name="places within experts", operators=("positions_in_expert",), cases=layers.places_cases),

@@ -131,15 +131,21 @@ def softmax_cases(large: bool) -> Iterator[Case]:
                         yield Case(what=what, args=args, operation=operation, reference=reference)
 
 
+FIRST = (0, 4, 2**40 + 3)
+"""Places of the first element that dropout alone is given."""
+
+
 def dropout_cases(large: bool) -> Iterator[Case]:
     def operation(x: Any, b: Any, r: Any, dy: Any, p: float, seed: int, offset: int) -> Any:
         more: dict[str, Any] = {"p": p, "seed": seed, "offset": offset}
         made = dropout.bias_dropout_residual(x, b, r, **more)
-        return made, dropout.bias_dropout_residual_backward(dy, b, **more)
+        alone = [dropout.dropout(x, **more, first=first) for first in FIRST]
+        return made, dropout.bias_dropout_residual_backward(dy, b, **more), alone
 
     def reference(x: Any, b: Any, r: Any, dy: Any, p: float, seed: int, offset: int) -> Any:
         made = dropout_reference.bias_dropout_residual(x, b, r, p, seed, offset)
-        return made, dropout_reference.bias_dropout_residual_backward(dy, b, p, seed, offset)
+        alone = [dropout_reference.dropout(x, p, seed, offset, first) for first in FIRST]
+        return made, dropout_reference.bias_dropout_residual_backward(dy, b, p, seed, offset), alone
 
     for dtype in DTYPES:
         for shape in (*shapes(large), (3, 0)):

@@ -13,7 +13,12 @@ from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading, philox
-from zoo.kernels.bias_dropout_residual import bias_dropout_residual, bias_dropout_residual_backward, reference
+from zoo.kernels.bias_dropout_residual import (
+    bias_dropout_residual,
+    bias_dropout_residual_backward,
+    dropout,
+    reference,
+)  # fmt: skip
 from zoo.kernels.building.plan import SOURCES, find_compiler
 
 from .cases import DTYPES, SIZES, same_bits
@@ -91,6 +96,35 @@ def test_every_instruction_set_equals_the_reference(
     assert_all_same(lambda: [bias_dropout_residual(x, b, r, **keys)], [expected])
     grads = reference.bias_dropout_residual_backward(r, b, *generator)
     assert_all_same(lambda: bias_dropout_residual_backward(r, b, **keys), grads)
+
+
+@examples(times=3)
+@given(
+    rows=st.sampled_from([(), (0,), (1,), (3,), (2, 5), (65,)]), dim=SIZES, dtype=st.sampled_from(DTYPES), p=P,
+    seed=WORDS, generator_offset=WORDS, first=st.one_of(st.integers(0, 9), st.integers(0, 2**63 - 2**20)),
+    offset=st.integers(0, 3), special=st.booleans(),
+)  # fmt: skip
+def test_dropout_alone_equals_the_reference_on_every_instruction_set(
+    rows: tuple[int, ...], dim: int, dtype: torch.dtype, p: float, seed: int, generator_offset: int, first: int,
+    offset: int, special: bool,
+) -> None:  # fmt: skip
+    x = tensor((*rows, dim), dtype, 0, offset=offset, special=special)
+    expected = reference.dropout(x, p, seed, generator_offset, first)
+    assert_all_same(lambda: [dropout(x, p=p, seed=seed, offset=generator_offset, first=first)], [expected])
+
+
+@pytest.mark.parametrize("mode", ["native", "reference"])
+def test_a_part_gets_its_part_of_the_mask_and_the_gradient_gets_the_mask(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
+    x = torch.arange(1.0, 7 * 13 * 5 + 1).view(7, 13, 5)
+    whole = dropout(x, p=0.4, seed=11, offset=3)
+    assert same_bits(whole, bias_dropout_residual_backward(x, torch.zeros(5), p=0.4, seed=11, offset=3)[0])
+    assert 0 < int((whole == 0).sum()) < x.numel()
+    parts = [dropout(part, p=0.4, seed=11, offset=3, first=k * part.numel()) for k, part in enumerate(x)]
+    assert same_bits(torch.stack(parts), whole)
+    leaf = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(dropout(leaf, p=0.4, seed=11, offset=3, first=6), leaf, torch.ones_like(x))
+    assert same_bits(dx, dropout(torch.ones_like(x), p=0.4, seed=11, offset=3, first=6))
 
 
 def test_large_shapes_and_threads_change_nothing() -> None:
@@ -185,6 +219,11 @@ def test_mistakes_are_value_errors_with_the_numbers(mode: str, use_mode: UseMode
     ):
         with pytest.raises(ValueError, match=message):
             bias_dropout_residual(*args, **{"p": 0.5, "seed": 1} | more)
+    for first in (-1, 2**63):
+        with pytest.raises(ValueError, match=f"first is {first}; it must not be negative"):
+            dropout(x, p=0.5, seed=1, first=first)
+    with pytest.raises(ValueError, match=r"x is .*Int|x is torch.int32"):
+        dropout(x.int(), p=0.5, seed=1)
     with pytest.raises(ValueError, match=r"grad_out is"):
         bias_dropout_residual_backward(x.int(), b, p=0.5, seed=1)
 
@@ -193,3 +232,4 @@ def test_opcheck() -> None:
     x, b, r = (torch.rand(*s, requires_grad=True) for s in ((3, 4), (4,), (3, 4)))
     torch.library.opcheck(torch.ops.zoo.bias_dropout_residual.default, (x, b, r, 0.5, 1, 2))
     torch.library.opcheck(torch.ops.zoo.bias_dropout_residual_backward.default, (x.detach(), b.detach(), 0.5, 1, 2))
+    torch.library.opcheck(torch.ops.zoo.dropout.default, (x, 0.5, 1, 2, 3))

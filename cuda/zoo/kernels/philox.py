@@ -7,10 +7,10 @@ import torch
 _LOW = 0xFFFFFFFF
 
 
-def words(seed: int, offset: int, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The random words of elements 0, ..., count - 1: int64 (count,), each in [0, 2^32)."""
-    index = torch.arange(-(-count // 4), dtype=torch.int64, device=device)
-    return blocks(seed, offset, index).flatten()[:count]
+def words(seed: int, offset: int, count: int, device: torch.device | str = "cpu", *, first: int = 0) -> torch.Tensor:
+    """The random words of elements first, ..., first + count - 1: int64 (count,), each in [0, 2^32)."""
+    index = torch.arange(first // 4, -(-(first + count) // 4), dtype=torch.int64, device=device)
+    return blocks(seed, offset, index).flatten()[first % 4 :][:count]
 
 
 def blocks(seed: int, offset: int, index: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ const uint32_t* words_of(const Philox& g, int64_t first, int64_t n, uint32_t* me
 }
 
 const uint32_t* words_of_row(const BiasDropout& c, int64_t row, uint32_t* memory) {
-  return c.threshold == 0 ? memory : words_of(c.generator, row * c.dim, c.dim, memory);
+  return c.threshold == 0 ? memory : words_of(c.generator, c.first + row * c.dim, c.dim, memory);
 }
 
 // k·x, +0 where it is dropped; `words`: of these elements.
@@ -101,6 +101,14 @@ void forward_row(const BiasDropout& c, int64_t row, const float* b, const uint32
   each_vector(c.dim, [&](int64_t i, int64_t count) {
     const Vec x = load<D>(c.x, at + i, count) + load<F32>(b, i, count);
     store<D>(load<D>(c.residual, at + i, count) + kept_of(c, x, words + i), c.out, at + i, count);
+  });
+}
+
+template <Dtype D>
+void dropout_row(const BiasDropout& c, int64_t row, const uint32_t* words) {
+  const int64_t at = row * c.dim;
+  each_vector(c.dim, [&](int64_t i, int64_t count) {
+    store<D>(kept_of(c, load<D>(c.x, at + i, count), words + i), c.out, at + i, count);
   });
 }
 
@@ -141,6 +149,16 @@ void bias_dropout_residual_backward(const BiasDropout& c, float* parts) {
     });
   });
   sum_parts(parts, count, n, c.grad_bias, c.bias_dtype, n);
+}
+
+void dropout(const BiasDropout& c) {
+  split_evenly(c.rows, 1, COST * c.rows * c.dim, [&](int64_t begin, int64_t end) {
+    const Scratch<uint32_t> memory(c.dim + MORE);
+    with_dtype(c.dtype, [&](auto of) {
+      for (int64_t row = begin; row < end; ++row)
+        dropout_row<decltype(of)::value>(c, row, words_of_row(c, row, memory.data()));
+    });
+  });
 }
 
 }  // namespace ZOO_ISA

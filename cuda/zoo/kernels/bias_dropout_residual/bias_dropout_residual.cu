@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(THREADS) bias_dropout_kernel(BiasDropout c, fl
       const int64_t at = row * c.dim + i;
       uint32_t words[WIDE] = {};
       if (c.threshold != 0) {
-        philox(c.generator, uint64_t(at) / 4, words);
-        philox(c.generator, uint64_t(at) / 4 + 1, words + 4);
+        philox(c.generator, uint64_t(c.first + at) / 4, words);
+        philox(c.generator, uint64_t(c.first + at) / 4 + 1, words + 4);
       }
       one_row<BACKWARD>(c, x[k], residual[k], b, words, at, sum);
     });
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(THREADS) bias_dropout_kernel(BiasDropout c, fl
     __shared__ uint32_t words[AT_ONCE * WORDS];
     for (int64_t row = rows.begin; row < rows.end; row += AT_ONCE) {
       const int count = rows.end - row < AT_ONCE ? int(rows.end - row) : AT_ONCE;
-      const int64_t first = row * c.dim + i - threadIdx.x;
+      const int64_t first = c.first + row * c.dim + i - threadIdx.x;
       if (c.threshold != 0) make_words(c, first, count, words);
       if (!inside) continue;
       Bits<1> x[AT_ONCE], residual[AT_ONCE] = {};
@@ -88,7 +88,9 @@ __global__ void __launch_bounds__(THREADS) bias_dropout_kernel(BiasDropout c, fl
     }
     if (!inside) return;
   }
-  if constexpr (BACKWARD) put_sums(sum, parts, c.dim, i);
+  if constexpr (BACKWARD) {
+    if (parts != nullptr) put_sums(sum, parts, c.dim, i);
+  }
 }
 
 template <bool BACKWARD, int WIDTH>
@@ -114,6 +116,13 @@ int32_t bias_dropout_residual_backward(const BiasDropout& c, float* parts, void*
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   const int32_t failed = in_packs(c.dim, {c.x, c.out}) ? launch<true, WIDE>(c, parts, s) : launch<true, 1>(c, parts, s);
   return failed != cudaSuccess ? failed : sum_parts(parts, c.rows, c.dim, c.grad_bias, c.bias_dtype, c.dim, s);
+}
+
+// As the backward does, which leaves its sums alone then. Packs have counters of their own where the first one has.
+int32_t dropout(const BiasDropout& c, void* stream) {
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  const bool wide = c.first % 4 == 0 && in_packs(c.dim, {c.x, c.out});
+  return wide ? launch<true, WIDE>(c, nullptr, s) : launch<true, 1>(c, nullptr, s);
 }
 
 }  // namespace cuda

@@ -9,18 +9,14 @@
 namespace zoo {
 namespace {
 
-BiasDropout checked(const at::Tensor& x, const char* what, const at::Tensor& bias, double p, int64_t seed,
-                    int64_t offset) {
+BiasDropout without_bias(const at::Tensor& x, const char* what, double p, int64_t seed, int64_t offset) {
   const at::Device device = device_of(x);
   const Matrix m = matrix_of(x, what);
   BiasDropout c{};
   c.dtype = dtype_of(x, what);
   check_memory(x, what, device);
-  c.bias_dtype = dtype_of(bias, "bias");
-  check_argument(bias, "bias", {m.dim}, bias.scalar_type(), device);
   TORCH_CHECK_VALUE(p >= 0 && p <= 1, "p is ", p, "; it must be between 0 and 1.");
   c.x = x.const_data_ptr();
-  c.bias = bias.const_data_ptr();
   c.rows = m.rows;
   c.dim = m.dim;
   c.generator = {uint64_t(seed), uint64_t(offset)};
@@ -28,6 +24,15 @@ BiasDropout checked(const at::Tensor& x, const char* what, const at::Tensor& bia
   const bool all = threshold == 4294967296.0;
   c.threshold = all ? 0xFFFFFFFFu : uint32_t(threshold);
   c.scale = all ? 0.0f : float(1.0 / (1.0 - p));
+  return c;
+}
+
+BiasDropout checked(const at::Tensor& x, const char* what, const at::Tensor& bias, double p, int64_t seed,
+                    int64_t offset) {
+  BiasDropout c = without_bias(x, what, p, seed, offset);
+  c.bias_dtype = dtype_of(bias, "bias");
+  check_argument(bias, "bias", {c.dim}, bias.scalar_type(), device_of(x));
+  c.bias = bias.const_data_ptr();
   return c;
 }
 
@@ -53,6 +58,16 @@ std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& grad_out, const at
   return {grad_x, grad_bias};
 }
 
+at::Tensor alone(const at::Tensor& x, double p, int64_t seed, int64_t offset, int64_t first) {
+  BiasDropout c = without_bias(x, "x", p, seed, offset);
+  TORCH_CHECK_VALUE(first >= 0, "first is ", first, "; it must not be negative.");
+  c.first = first;
+  at::Tensor out = new_like(x);
+  c.out = out.mutable_data_ptr();
+  ZOO_LAUNCH(dropout, x, c);
+  return out;
+}
+
 }  // namespace
 
 ZOO_OPERATORS(define) {
@@ -62,6 +77,7 @@ ZOO_OPERATORS(define) {
       "bias_dropout_residual_backward(Tensor grad_out, Tensor bias, float p, int seed, int offset) -> "
       "(Tensor, Tensor)",
       backward);
+  define("dropout(Tensor x, float p, int seed, int offset, int first) -> Tensor", alone);
 }
 
 }  // namespace zoo

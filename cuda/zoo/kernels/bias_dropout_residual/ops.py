@@ -57,6 +57,37 @@ def bias_dropout_residual_backward(
     return grads
 
 
+def dropout(x: Tensor, *, p: float, seed: int, offset: int = 0, first: int = 0) -> Tensor:
+    """k·x, with the k of :func:`bias_dropout_residual` for the elements from place ``first`` on; differentiable, once.
+
+    So the parts of a tensor get the parts of its mask: row by row, on one rank or on several. The gradient is k·dy.
+
+    Args:
+        x: (..., D), contiguous, fp32, bf16 or fp16 (fp64 runs in the reference).
+        p, seed, offset: as there.
+        first: the place of x's first element in what the mask is of, not negative.
+
+    Raises:
+        ValueError: a dtype, device or layout that cannot be, p, seed, offset or first out of range; with the numbers.
+    """
+    _check_p(p)
+    generator = (p, _bits("seed", seed), _bits("offset", offset))
+    if not 0 <= first < 2**63:
+        raise ValueError(f"first is {first}; it must not be negative, nor take more than 63 bits.")
+    out: Tensor = _alone(x, *generator, first, check=lambda: check_input("x", x))
+    return out
+
+
+def _keep_of_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.generator = inputs[1:]
+
+
+def _gradient_of_dropout(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    p, seed, offset, first = ctx.generator
+    dx = dropout(grad_out.contiguous(), p=p, seed=seed, offset=offset, first=first)
+    return dx, None, None, None, None
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1])  # for its shape and dtype; the mask is computed again
     ctx.generator = inputs[3:]
@@ -72,6 +103,10 @@ def _gradient(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 _forward = Operator(
     "bias_dropout_residual", reference.bias_dropout_residual, fake=lambda x, *_: torch.empty_like(x),
     gradient=(_keep, _gradient),
+)  # fmt: skip
+_alone = Operator(
+    "dropout", reference.dropout, fake=lambda x, *_: torch.empty_like(x),
+    gradient=(_keep_of_dropout, _gradient_of_dropout),
 )  # fmt: skip
 _backward = Operator(
     "bias_dropout_residual_backward", reference.bias_dropout_residual_backward,

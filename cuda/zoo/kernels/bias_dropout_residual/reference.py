@@ -27,12 +27,17 @@ def bias_dropout_residual_backward(
     return dx.to(grad_out.dtype), column_sum(dx).to(bias.dtype)
 
 
-def dropped(x: Tensor, p: float, seed: int, offset: int) -> Tensor:
+def dropout(x: Tensor, p: float, seed: int, offset: int, first: int) -> Tensor:
+    """k·x, whose first element is the one at place ``first``."""
+    return dropped(wide(x), p, seed, offset, first).to(x.dtype)
+
+
+def dropped(x: Tensor, p: float, seed: int, offset: int, first: int = 0) -> Tensor:
     """k·x: 0 where the random word of the element is below p·2^32, else x/(1 - p)."""
     threshold = math.ceil(p * 2**32)
     if threshold == 0:
         return x.clone()
     if threshold == 2**32:
         return torch.zeros_like(x)
-    keep = words(seed, offset, x.numel(), x.device) >= threshold
+    keep = words(seed, offset, x.numel(), x.device, first=first) >= threshold
     return torch.where(keep.view(x.shape), x * (1.0 / (1.0 - p)), 0.0)
