@@ -4,6 +4,7 @@
 * :func:`memory_efficient_linear`: linear layers that keep no cast copy of their weight under autocast.
 * :class:`SequenceParallelAttention`: any attention over sequences that are split over ranks.
 * :class:`PackedLinear`, :func:`pack_linears`: linear layers whose weight stays in codes of 8 or 4 bits.
+* :class:`TransformerLayer`: a layer of BERT, or with pre-norm, as one autograd function that keeps little for backward.
 * :class:`UnitList`: a list of modules that are gathered one by one.
 * :mod:`.blocks`: the repeated blocks of a model, and standing between them and who calls them.
 * :func:`whole`: sharded parameters, whole for a while.

@@ -17,4 +17,6 @@ from .sequence import (
 )
 from .sharded import whole as whole
 from .tiling import TiledLinear as TiledLinear
+from .transformer import TransformerLayer as TransformerLayer
+from .transformer import TransformerLayerConfig as TransformerLayerConfig
 from .unit_list import UnitList as UnitList

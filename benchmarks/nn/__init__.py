@@ -1,0 +1,1 @@
+"""Layers of zoo.nn beside their peers."""
