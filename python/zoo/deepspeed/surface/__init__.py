@@ -16,6 +16,7 @@ from zoo.deepspeed.surface import (
     optimizers,
     pipelines,
     root,
+    transformer,
     utilities,
     zero,
 )
@@ -39,6 +40,6 @@ def _joined(*tables: Table) -> dict[str, object]:
 
 TABLE: Table = _joined(  # type: ignore[assignment]
     root.TABLE, absent.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, constants.TABLE,
-    model_parallel.TABLE, optimizers.TABLE, pipelines.TABLE, utilities.TABLE,
+    model_parallel.TABLE, optimizers.TABLE, pipelines.TABLE, transformer.TABLE, utilities.TABLE,
     zero.TABLE,
 )  # fmt: skip

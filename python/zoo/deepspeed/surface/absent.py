@@ -39,7 +39,9 @@ _ROLLOUT = (
     "another class."
 )
 _PINNED = "page-locked memory is zoo.io.BufferPool's."
-_TRANSFORMER = "there are no fused transformer layers yet; torch.nn.functional.scaled_dot_product_attention is fused."
+_TRANSFORMER = (
+    "no layers for inference are made by hand; deepspeed.init_inference puts fast forwards into those of the model."
+)
 _EXPERTS_AND_FILES = "experts are a dimension of zoo's tensors in checkpoints, which fit any number of ranks."
 _AUTO_EXPERTS = (
     "experts of Hugging Face models are found and shared by the section expert_parallel, which is zoo-moe's; none are "
@@ -88,6 +90,7 @@ ABSENT: Mapping[str, str] = {
     "ops.fp_quantizer": "weights of 8 and fewer bits are zoo.compression's, which has no such kernel of its own.",
     "ops.sparse_attention": "sparse attention is torch's flex_attention.",
     "ops.transformer": _TRANSFORMER,
+    "ops.transformer.transformer": "the layer and its configuration are there; what theirs are made of is not.",
     "profiling": _PROFILER,
     "runtime.comm.coalesced_collectives.all_to_all_quant_reduce": (
         "quantised reductions are the engine's own: zero_quantized_gradients in the configuration."
@@ -113,8 +116,6 @@ ABSENT: Mapping[str, str] = {
         "partitioned parameters keep their whole shape; ds_status says whether their values are there."
     ),
     "runtime.zero.stage_1_and_2.IPGBucket": _INTERNAL,
-    "DeepSpeedTransformerConfig": _TRANSFORMER,
-    "DeepSpeedTransformerLayer": _TRANSFORMER,
     "replace_transformer_layer": _TENSOR_PARALLEL,
     "DualPipeVEngine": _DUALPIPE,
     "DualPipeVModule": _DUALPIPE,

@@ -1,0 +1,1 @@
+"""``deepspeed.ops.transformer``: a transformer layer and what it is told."""
