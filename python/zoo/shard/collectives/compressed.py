@@ -113,6 +113,7 @@ class CompressedMean:
         self._two_step = TwoStep(comm, codec, used.numel)
         self._mine = self._two_step.reduce.where(comm.rank)  # the used elements of which this rank is the server
         self.peers, self.pays = comm, True  # each server has a chunk of its own
+        self.apart: Communicator | None = comm
         self.error_range, self.owed_range = (
             used.range_of(0, used.numel),
             used.range_of(self._mine.start, self._mine.stop),

@@ -46,6 +46,7 @@ class Feedback(Protocol):
         owed: fp32, what is added to the next mean of them, on the rank that makes it; None for nothing.
         peers: the ranks that have errors for the same elements.
         pays: of ranks that make the same mean this one has what is owed.
+        apart: the ranks whose gradients are not added up where an optimizer makes the mean; None: all are.
         unit: errors times this are in the unit of whatever else may go on from them.
         has_loss_scale: errors are in units of the loss scale.
     """
@@ -56,6 +57,7 @@ class Feedback(Protocol):
     owed: torch.Tensor | None
     peers: Communicator
     pays: bool
+    apart: Communicator | None
     unit: float
     has_loss_scale: ClassVar[bool]
 
@@ -86,6 +88,7 @@ class GradientFeedback:
     """
 
     has_loss_scale: ClassVar[bool] = True
+    apart: Communicator | None = None
     error: torch.Tensor | None
 
     def __init__(self, axes: Axes, layout: FlatLayout, unit: float = 1.0) -> None:

@@ -231,11 +231,9 @@ class Routes:
 
     def apart(self) -> Communicator | None:
         """The ranks between which the next step's gradients of this bucket are not added up; None: all are."""
-        if self.switch is None or not self.switch.own:
+        if self.switch is None or not self.switch.own or self.feedback is None:
             return None
-        from zoo.shard.collectives.compressed import CompressedMean
-
-        return self.feedback.comm if isinstance(self.feedback, CompressedMean) else None
+        return self.feedback.apart
 
     def room(self, num_bytes: int) -> torch.Tensor | None:
         """Memory for gradients that are reduced without a copy, and dropped then; None where there is none."""
