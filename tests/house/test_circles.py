@@ -9,8 +9,8 @@ import ast
 
 from tests.house.pages import ROOT
 
-NUM_CIRCLES = 2
-NUM_FILES = 6
+NUM_CIRCLES = 1
+NUM_FILES = 3
 
 
 def imports() -> dict[str, set[str]]:

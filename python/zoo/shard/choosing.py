@@ -26,7 +26,7 @@ from zoo.shard.placement.units import UnitChoice, UnitSpec
 from zoo.shard.quantised_parameters import meaning
 
 if TYPE_CHECKING:
-    from zoo.shard.collectives.compressed import Switch
+    from zoo.shard.collectives.routes import Switch
 
 
 @dataclass(frozen=True)

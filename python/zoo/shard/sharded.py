@@ -46,8 +46,7 @@ from zoo.shard.values.writes import Writes
 
 if TYPE_CHECKING:
     from zoo.plan import Actions
-    from zoo.shard.collectives.compressed import Switch
-    from zoo.shard.collectives.routes import Routes
+    from zoo.shard.collectives.routes import Routes, Switch
     from zoo.shard.offload.scratch import Scratch
     from zoo.shard.runtime.gather_votes import GatherVotes
     from zoo.shard.runtime.residency import ResidencyPolicy

@@ -19,7 +19,7 @@ from zoo.shard.placement.placements import Placements
 if TYPE_CHECKING:
     from zoo.comm import Communicator
     from zoo.shard.buckets import Bucket
-    from zoo.shard.collectives.compressed import Switch
+    from zoo.shard.collectives.routes import Switch
     from zoo.shard.config import ZeroConfig
     from zoo.shard.placement.precision import Precision
 

@@ -24,8 +24,8 @@ from zoo.comm import Communicator, Handle, Then
 from zoo.comm.compression import Codec, ReduceLeg, TwoStep
 from zoo.comm.handles import DONE
 from zoo.layout import FlatLayout
-from zoo.shard.collectives.feedback import Feedback, GradientFeedback
-from zoo.shard.collectives.routes import FlatReduce, Hop, Reduce, Routes, WholeReduce
+from zoo.shard.collectives.feedback import GradientFeedback
+from zoo.shard.collectives.routes import Feedback, FlatReduce, Hop, Reduce, Routes, Switch, WholeReduce
 from zoo.shard.placement.packing import BucketSpec, layout_of
 from zoo.shard.placement.placements import Placements
 
@@ -34,27 +34,6 @@ if TYPE_CHECKING:
 
 
 Tensor = torch.Tensor
-
-
-@dataclass
-class Switch:
-    """Whether the gradients of the next step stay each rank's own. It says the same on all ranks.
-
-    Attributes:
-        own: they do.
-        left: of the gradients that there are some have stayed so.
-        codec: what compresses.
-        unit: an error of a gradient that much smaller is one of what the optimizer compresses: 1 - β1 of a momentum.
-    """
-
-    codec: Codec
-    unit: float = 1.0
-    own: bool = False
-    left: bool = False
-
-    def decide(self, *, own: bool, afresh: bool) -> None:
-        """What the next reductions do; ``afresh``: there are no gradients yet."""
-        self.own, self.left = own, self.left and not afresh
 
 
 class Own:
@@ -100,7 +79,7 @@ class CompressedMean:
     """The mean over R ranks of the parameters in [start, stop) of a bucket, compressed both ways.
 
     Errors are those of :mod:`zoo.comm.compression.errors`, without a loss scale; see
-    :class:`~zoo.shard.collectives.feedback.Feedback`. Padding is not sent: it would be part of the scale of its group.
+    :class:`~zoo.shard.collectives.routes.Feedback`. Padding is not sent: it would be part of the scale of its group.
 
     Attributes:
         used: the elements that it is the mean of.
@@ -154,20 +133,20 @@ class CompressedMean:
         return [Hop("all_to_all", self.comm, size), Hop("all_gather", self.comm, size)] if size else []
 
     def commit(self) -> None:
-        """See :class:`Feedback`."""
+        """See :class:`~zoo.shard.collectives.routes.Feedback`."""
         self._two_step.commit()
 
     def roll_back(self) -> None:
-        """See :class:`Feedback`."""
+        """See :class:`~zoo.shard.collectives.routes.Feedback`."""
         self._two_step.roll_back()
 
     def forget(self) -> None:
-        """See :class:`Feedback`."""
+        """See :class:`~zoo.shard.collectives.routes.Feedback`."""
         self.roll_back()
         self.error = self.owed = None
 
     def memory_bytes(self) -> int:
-        """See :class:`Feedback`."""
+        """See :class:`~zoo.shard.collectives.routes.Feedback`."""
         return self._two_step.memory_bytes()
 
 
@@ -210,18 +189,18 @@ class CompressedLeg(GradientFeedback):
         return [Hop("all_to_all", comm, comm.size * self._leg.slot_bytes)]
 
     def commit(self) -> None:
-        """See :class:`Feedback`."""
+        """See :class:`~zoo.shard.collectives.routes.Feedback`."""
         super().commit()
         self._leg.commit()
         _forget_padding(self._layout, self.error, 0)
 
     def roll_back(self) -> None:
-        """See :class:`Feedback`."""
+        """See :class:`~zoo.shard.collectives.routes.Feedback`."""
         super().roll_back()
         self._leg.roll_back()
 
     def memory_bytes(self) -> int:
-        """See :class:`Feedback`."""
+        """See :class:`~zoo.shard.collectives.routes.Feedback`."""
         return self._leg.memory_bytes() + (self.owed.nbytes if self.owed is not None else 0)
 
 

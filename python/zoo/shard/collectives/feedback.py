@@ -22,7 +22,7 @@ algorithm 2. Here ranks compress for themselves, and the sum is that of what the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -33,52 +33,10 @@ if TYPE_CHECKING:
     from zoo.layout import FlatLayout
     from zoo.shard.placement.axes import Axes
 
-Range = tuple[int, int]
-
-
-class Feedback(Protocol):
-    """A collective of one bucket that keeps what it left out: who steps, saves and loads sees this of it.
-
-    Attributes:
-        error_range: [start, stop) of the elements of the bucket that have an error here.
-        error: fp32, what this rank has not said of them; None for zero.
-        owed_range: [start, stop) of those of which this rank makes the mean.
-        owed: fp32, what is added to the next mean of them, on the rank that makes it; None for nothing.
-        peers: the ranks that have errors for the same elements.
-        pays: of ranks that make the same mean this one has what is owed.
-        apart: the ranks whose gradients are not added up where an optimizer makes the mean; None: all are.
-        unit: errors times this are in the unit of whatever else may go on from them.
-        has_loss_scale: errors are in units of the loss scale.
-    """
-
-    error_range: Range
-    error: torch.Tensor | None
-    owed_range: Range
-    owed: torch.Tensor | None
-    peers: Communicator
-    pays: bool
-    apart: Communicator | None
-    unit: float
-    has_loss_scale: ClassVar[bool]
-
-    def divisor(self, num_losses: int, num_ranks: int) -> int:
-        """What a sum over errors of so many ranks is divided by, where the mean is of so many losses."""
-
-    def commit(self) -> None:
-        """The step has used the latest results."""
-
-    def roll_back(self) -> None:
-        """The latest results are not used."""
-
-    def forget(self) -> None:
-        """Nothing is owed."""
-
-    def memory_bytes(self) -> int:
-        """Bytes of errors on this rank now."""
-
 
 class GradientFeedback:
-    """Base of reductions of gradients to their owners that keep errors, of all ranks; see :class:`Feedback`.
+    """Base of reductions of gradients to their owners that keep errors, of all ranks: a
+    :class:`~zoo.shard.collectives.routes.Feedback`.
 
     Args:
         axes, layout: of the bucket.
@@ -124,7 +82,7 @@ class GradientFeedback:
         self._paid = False
 
     def forget(self) -> None:
-        """See :class:`Feedback`."""
+        """See :class:`~zoo.shard.collectives.routes.Feedback`."""
         self.roll_back()
         self.error = self.owed = None
 
@@ -163,16 +121,16 @@ class Lossy(GradientFeedback):
         return self._inner.hops(numel, itemsize)
 
     def commit(self) -> None:
-        """See :class:`Feedback`."""
+        """See :class:`~zoo.shard.collectives.routes.Feedback`."""
         super().commit()
         if self._prepared is not None:
             self.error, self._prepared = self._prepared, None
 
     def roll_back(self) -> None:
-        """See :class:`Feedback`."""
+        """See :class:`~zoo.shard.collectives.routes.Feedback`."""
         super().roll_back()
         self._prepared = None
 
     def memory_bytes(self) -> int:
-        """See :class:`Feedback`."""
+        """See :class:`~zoo.shard.collectives.routes.Feedback`."""
         return sum(t.nbytes for t in (self.error, self.owed, self._prepared) if t is not None)

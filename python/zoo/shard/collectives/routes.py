@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
@@ -34,8 +34,7 @@ from zoo.comm.log import wire_bytes
 from zoo.shard.placement.axes import Axes
 
 if TYPE_CHECKING:
-    from zoo.shard.collectives.compressed import Switch
-    from zoo.shard.collectives.feedback import Feedback
+    from zoo.comm.compression import Codec
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,47 @@ class Reduce(Protocol):
 
     def hops(self, numel: int, itemsize: int) -> list[Hop]:
         """The collectives for P = ``numel`` elements."""
+
+
+class Feedback(Protocol):
+    """A collective of one bucket that keeps what it left out: who steps, saves and loads sees this of it.
+
+    Attributes:
+        error_range: [start, stop) of the elements of the bucket that have an error here.
+        error: fp32, what this rank has not said of them; None for zero.
+        owed_range: [start, stop) of those of which this rank makes the mean.
+        owed: fp32, what is added to the next mean of them, on the rank that makes it; None for nothing.
+        peers: the ranks that have errors for the same elements.
+        pays: of ranks that make the same mean this one has what is owed.
+        apart: the ranks whose gradients are not added up where an optimizer makes the mean; None: all are.
+        unit: errors times this are in the unit of whatever else may go on from them.
+        has_loss_scale: errors are in units of the loss scale.
+    """
+
+    error_range: tuple[int, int]
+    error: torch.Tensor | None
+    owed_range: tuple[int, int]
+    owed: torch.Tensor | None
+    peers: Communicator
+    pays: bool
+    apart: Communicator | None
+    unit: float
+    has_loss_scale: ClassVar[bool]
+
+    def divisor(self, num_losses: int, num_ranks: int) -> int:
+        """What a sum over errors of so many ranks is divided by, where the mean is of so many losses."""
+
+    def commit(self) -> None:
+        """The step has used the latest results."""
+
+    def roll_back(self) -> None:
+        """The latest results are not used."""
+
+    def forget(self) -> None:
+        """Nothing is owed."""
+
+    def memory_bytes(self) -> int:
+        """Bytes of errors on this rank now."""
 
 
 class FlatGather:
@@ -201,6 +241,27 @@ class WholeReduce:
     def hops(self, numel: int, itemsize: int) -> list[Hop]:
         """See :class:`Reduce`."""
         return [*self._inner.hops(numel, itemsize), Hop("all_gather", self._comm, numel * itemsize)]
+
+
+@dataclass
+class Switch:
+    """Whether the gradients of the next step stay each rank's own. It says the same on all ranks.
+
+    Attributes:
+        own: they do.
+        left: of the gradients that there are some have stayed so.
+        codec: what compresses.
+        unit: an error of a gradient that much smaller is one of what the optimizer compresses: 1 - β1 of a momentum.
+    """
+
+    codec: Codec
+    unit: float = 1.0
+    own: bool = False
+    left: bool = False
+
+    def decide(self, *, own: bool, afresh: bool) -> None:
+        """What the next reductions do; ``afresh``: there are no gradients yet."""
+        self.own, self.left = own, self.left and not afresh
 
 
 @dataclass(frozen=True, kw_only=True)

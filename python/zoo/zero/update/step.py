@@ -15,7 +15,7 @@ from zoo.zero.update.torch_interface import OuterOptimizer
 
 if TYPE_CHECKING:
     from zoo.shard.buckets import Bucket
-    from zoo.shard.collectives.feedback import Feedback
+    from zoo.shard.collectives.routes import Feedback
     from zoo.shard.gradients import BucketGradients
     from zoo.shard.runtime.hooks import Runtime
     from zoo.shard.sharded import ShardedModel

@@ -13,8 +13,8 @@ import torch
 
 from zoo.comm import Communicator, Handle, Then, advance
 from zoo.shard.buckets import Bucket
-from zoo.shard.collectives.compressed import CompressedLeg, CompressedMean, Switch
-from zoo.shard.collectives.routes import Hop
+from zoo.shard.collectives.compressed import CompressedLeg, CompressedMean
+from zoo.shard.collectives.routes import Hop, Switch
 from zoo.shard.offload.tiers import Tier
 from zoo.zero.update.segments import Segment
 from zoo.zero.update.tensor_collectives import BucketParts
