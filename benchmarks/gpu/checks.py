@@ -349,6 +349,7 @@ CHECKS = (
     ),
     Check(name="thin linear", operators=("thin_linear",), cases=decoding.thin_cases),
     Check(name="attention over a cache", operators=("cached_attention",), cases=decoding.attention_cases),
+    Check(name="uniform numbers", operators=("uniform",), cases=decoding.uniform_cases),
     Check(name="RMS norm", operators=("rms_norm", "add_rms_norm"), cases=decoding.rms_norm_cases),
     Check(name="rotary positions and the cache", operators=("rotary_cache_",), cases=decoding.rotary_cases),
     Check(

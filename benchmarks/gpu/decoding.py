@@ -20,6 +20,8 @@ from zoo.kernels.rotary_cache import rotary_cache_
 from zoo.kernels.rotary_cache.reference import rotary_cache_ as rotary_reference
 from zoo.kernels.thin_linear import thin_linear, thin_linears
 from zoo.kernels.thin_linear.reference import thin_linear as reference
+from zoo.kernels.uniform import reference as uniform_reference
+from zoo.kernels.uniform import uniform
 
 Tensor = torch.Tensor
 COLUMNS = 4096
@@ -115,6 +117,18 @@ def layer_cases(large: bool) -> Iterator[Case]:
             yield Case(
                 what=f"{batch} rows of {tokens} tokens, {dtype}", args=(*args, angles),
                 operation=partial(run, before, after), reference=partial(run, before_reference, after_reference),
+            )  # fmt: skip
+
+
+def uniform_cases(large: bool) -> Iterator[Case]:
+    """Rows and lengths that end within a counter's words, and places and seeds of all 64 bits."""
+    for rows, count in [(1, 1), (3, 7), (2, 66), (5, 4097), *([(64, 50_001)] if large else [])]:
+        for seed in (0, 7, 2**62 + 3):
+            places = torch.arange(rows) * (2**33 + 1) - 2
+            yield Case(
+                what=f"{rows} rows of {count}, seed {seed}", args=(places,),
+                operation=partial(uniform, seed=seed, count=count),
+                reference=partial(uniform_reference.uniform, seed=seed, count=count),
             )  # fmt: skip
 
 

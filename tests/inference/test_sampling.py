@@ -83,13 +83,6 @@ def test_the_noise_of_a_token_is_a_word_of_its_place() -> None:
     assert not torch.equal(sampling.noise(4, 17, tokens), right)
 
 
-def test_no_noise_is_farther_from_another_than_what_is_left_out() -> None:
-    from zoo.inference import sampling
-
-    least, most = (-math.log(-math.log((word + 0.5) / 2**32)) for word in (0, 2**32 - 1))
-    assert most - least < sampling._SPREAD
-
-
 def test_what_cannot_be_is_told() -> None:
     for name, wrong in [
         ("temperature", -1.0), ("temperature", math.inf), ("temperature", "1"), ("temperature", math.nan),

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from zoo.kernels.philox import blocks
+from zoo.kernels.uniform import uniform
 
 Tensor = torch.Tensor
-_SPREAD = 27.0
-"""No noise is farther from another: -log(-log(1 - 2^-33)) + log(-log(2^-33)) < 22.9 + 3.2."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,26 @@ class Sampling:
                 raise ValueError(
                     f"the greatest logit of row {row} is {greatest}: there are no probabilities to draw from."
                 )
+        if self.top_p == 1 and (self.top_k == 0 or self.top_k >= logits.shape[1]):
+            return self._pick_of_all(logits, [name << 32 | place for name, place in zip(names, drawn, strict=True)])
         rows = zip(logits, names, drawn, strict=True)
         return torch.stack([self._pick(row, sequence, position) for row, sequence, position in rows])
 
-    def _pick(self, logits: Tensor, sequence: int, position: int) -> Tensor:
+    def _pick_of_all(self, logits: Tensor, places: Sequence[int]) -> Tensor:
+        found = []
+        for row, place in zip(logits, places, strict=True):  # one by one: the bits of log hang on where vectors end
+            (u,) = uniform(torch.tensor([place], device=logits.device), self.seed, len(row))
+            found.append((self._scaled(row) + u.log_().neg_().log_().neg_()).argmax())
+        return torch.stack(found)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         z = logits.double() / self.temperature
         if not math.isfinite(z.max()):  # the temperature is that low
             z = (logits.double() - logits.max()) / self.temperature
+        return z
+
+    def _pick(self, logits: Tensor, sequence: int, position: int) -> Tensor:
+        z = self._scaled(logits)
         tokens: Tensor | None = None
         if 0 < self.top_k < len(z):
             least = z.topk(self.top_k).values[-1]
@@ -97,9 +109,7 @@ class Sampling:
             kept = _nucleus(z, self.top_p)
             z, tokens = z[kept], kept if tokens is None else tokens[kept]
         if tokens is None:
-            # Exact: noise cannot lift what lies farther below the greatest.
-            tokens = (z >= z.max() - _SPREAD).nonzero()[:, 0]
-            z = z[tokens]
+            raise AssertionError("neither top_k nor top_p.")
         return tokens[(z + self.noise(sequence, position, tokens)).argmax()]
 
     def processor(self, sequences: Sequence[int] | None = None) -> Processor:
