@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -12,9 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zoo.inference.cache import Cache, check_numbers
-from zoo.inference.sampling import Sampling, check_places
+from zoo.inference.sampling import Sampling, Words, check_places
 from zoo.inference.scoring import logprob
 from zoo.inference.slots import Slots, Step
+from zoo.tensor.layers import part_of
+from zoo.tensor.loss import head_in_parts, parts_kept
 
 Tensor = torch.Tensor
 GREEDY = Sampling(temperature=0)
@@ -124,6 +127,10 @@ class _Run:
         self.tokens: list[list[int]] = []
         self.logprobs: list[list[float]] = []
         self.scores = scores
+        self.head = head_in_parts(model) if sampling.is_of_all and not scores else None
+        self.words: Words | None = None
+        if self.head is not None and (part := part_of(self.head)) is not None:
+            self.words = Words(part.cut.runs[0][0], part.region.comm)
 
     def all(self, ids: list[Tensor], names: list[int]) -> list[Tensor]:
         """The tokens of each prompt."""
@@ -167,13 +174,14 @@ class _Run:
                 self.rows.pop()
 
     def _forward(self, ids: Tensor, cache: Any, **options: Any) -> Tensor:
-        found: Tensor = self.model(input_ids=ids, cache=cache, use_cache=True, **options, **self.last_only).logits
+        with nullcontext() if self.head is None else parts_kept(self.head):
+            found: Tensor = self.model(input_ids=ids, cache=cache, use_cache=True, **options, **self.last_only).logits
         return found[:, -1]
 
     def _picked(self, logits: Tensor, rows: list[tuple[int, int]]) -> Tensor:
         sequences = torch.tensor([name for _, name in rows])
         places = torch.tensor([len(self.tokens[index]) for index, _ in rows])
-        picked = self.sampling.pick(logits, sequences, places)
+        picked = self.sampling.pick(logits, sequences, places, self.words)
         if self.scores:
             for (index, _), value in zip(rows, logprob(logits, picked).tolist(), strict=True):
                 self.logprobs[index].append(value)

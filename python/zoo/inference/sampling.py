@@ -10,13 +10,45 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from zoo.kernels.philox import blocks
 from zoo.kernels.uniform import uniform
 
+if TYPE_CHECKING:
+    from zoo.comm import Communicator
+
 Tensor = torch.Tensor
+_LEAST = 1e-200
+"""Of temperatures by which any logit may be divided."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """The part of the vocabulary that this rank of a split model has: words from ``start`` on; of all ranks of ``comm``
+    together the parts are the vocabulary."""
+
+    start: int
+    comm: Communicator
+
+    def best(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """Of each row the token with the highest score of any rank, the first one of equal scores.
+
+        Raises:
+            ValueError: a highest score is no finite number.
+        """
+        mine = torch.stack([scores, tokens.double()], 1).contiguous()  # exact: tokens are below 2^53
+        everyone = mine.new_empty(self.comm.size, *mine.shape)
+        self.comm.all_gather(everyone.view(-1), mine.view(-1), label="best words").wait()
+        highest, rank = everyone[..., 0].max(0)
+        for row, score in enumerate(highest.tolist()):
+            if not math.isfinite(score):
+                raise ValueError(
+                    f"the greatest logit of row {row} is {score}: there are no probabilities to draw from."
+                )
+        return everyone[..., 1].gather(0, rank[None])[0].long()
 
 
 @dataclass(frozen=True)
@@ -49,14 +81,23 @@ class Sampling:
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r}; it must be a whole number from 0 to 2^63 - 1.")
 
+    @property
+    def is_of_all(self) -> bool:
+        """Each token has its chance by itself: the best of the best of parts of the vocabulary is the best."""
+        return self.temperature == 0 or (self.top_k == 0 and self.top_p == 1 and self.temperature > _LEAST)
+
     @torch.no_grad()
-    def pick(self, logits: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:
+    def pick(
+        self, logits: Tensor, sequences: Tensor, positions: Tensor, words: Words | None = None
+    ) -> Tensor:  # fmt: skip
         """The next token of each row.
 
         Args:
             logits: (B, V), of any floating dtype.
             sequences: (B,) int64, which sequence a row is: below 2^31.
             positions: (B,) int64, how many tokens were drawn for it before: below 2^31.
+            words: where logits are (B, V_r), of this rank's part of the vocabulary, which: ranks tell each other 16
+                bytes a row. Collective; where :attr:`is_of_all`.
 
         Returns:
             (B,) int64. What a row gets depends on its logits, its sequence and its position alone.
@@ -70,6 +111,8 @@ class Sampling:
                 f"logits have shape {tuple(logits.shape)}, with {len(sequences)} sequences and {len(positions)} "
                 "positions; it must be (B, V), and B of each."
             )
+        if words is not None:
+            return words.best(*self._best_of_part(logits, sequences.tolist(), positions.tolist(), words.start))
         if self.temperature == 0:
             return logits.argmax(-1)
         names, drawn = sequences.tolist(), positions.tolist()
@@ -91,6 +134,25 @@ class Sampling:
             (u,) = uniform(torch.tensor([place], device=logits.device), self.seed, len(row))
             found.append((self._scaled(row) + u.log_().neg_().log_().neg_()).argmax())
         return torch.stack(found)
+
+    def _best_of_part(
+        self, logits: Tensor, names: Sequence[int], drawn: Sequence[int], start: int
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(B,) fp64 scores and (B,) tokens of the best ones from ``start`` on; NaN where a logit is none."""
+        if not self.is_of_all:
+            raise ValueError("top_k, top_p and temperatures next to 0 look at all of the vocabulary.")
+        if self.temperature == 0:
+            scores = logits.double()
+        else:
+            check_places("sequences", names)
+            check_places("positions", drawn)
+            tokens = torch.arange(start, start + logits.shape[1], device=logits.device)
+            scores = torch.stack([
+                row.double() / self.temperature + self.noise(name, place, tokens)
+                for row, name, place in zip(logits, names, drawn, strict=True)
+            ])  # fmt: skip
+        best = scores.argmax(-1)
+        return scores.gather(1, best[:, None])[:, 0], best + start
 
     def _scaled(self, logits: Tensor) -> Tensor:
         z = logits.double() / self.temperature
@@ -122,9 +184,12 @@ class Sampling:
 
     def noise(self, sequence: int, position: int, tokens: Tensor) -> Tensor:
         """g of these tokens (int64), fp64."""
-        words = blocks(self.seed, sequence << 32 | position, tokens >> 2)
-        word = words.gather(1, (tokens & 3)[:, None])[:, 0]
-        u = (word.double() + 0.5) / 2**32
+        place = sequence << 32 | position
+        if 4 * len(tokens) > (stop := int(tokens.max()) + 1 if len(tokens) else 0):  # many of those below the last
+            u = uniform(torch.tensor([place], device=tokens.device), self.seed, stop)[0, tokens]
+        else:
+            words = blocks(self.seed, place, tokens >> 2)
+            u = (words.gather(1, (tokens & 3)[:, None])[:, 0].double() + 0.5) / 2**32
         return -torch.log(-torch.log(u))
 
 

@@ -11,6 +11,8 @@ Megatron-LM (Shoeybi et al. 2019, section 3) fuses the head and the loss in this
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -202,6 +204,25 @@ def in_parts(model: nn.Module, head: str = "lm_head") -> None:
     for called in callers:
         called.register_forward_pre_hook(keeping.begin, with_kwargs=True, prepend=True)
         called.register_forward_hook(keeping.end, always_call=True)
+
+
+def head_in_parts(model: nn.Module) -> nn.Module | None:
+    """The layer that makes a model's logits, where each rank makes those of its own words and gathers the others';
+    None where it does not."""
+    find: Any = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    part = None if head is None else part_of(head)
+    return head if part is not None and part.sizes is not None and len(part.cut.runs) == 1 else None
+
+
+@contextmanager
+def parts_kept(head: nn.Module) -> Iterator[None]:
+    """Inside, the layer gives this rank's part of its outputs."""
+    head.__dict__[KEEP] = True
+    try:
+        yield
+    finally:
+        head.__dict__.pop(KEEP, None)
 
 
 class _Keeping:
