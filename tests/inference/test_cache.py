@@ -164,3 +164,47 @@ def test_what_cannot_be_is_told() -> None:
     config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(ValueError, match="LlamaConfig has layers of chunked_attention"):
         Cache(config, 8)
+
+
+@examples(times=2)
+@given(
+    window=st.sampled_from([None, 3, 5]), cuts=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float64]),
+)  # fmt: skip
+def test_it_keeps_another_dtype_and_gives_that_of_the_model(
+    window: int | None, cuts: list[int], dtype: torch.dtype
+) -> None:
+    options: dict[str, Any] = {} if window is None else {"sliding_window": window}
+    config = (LlamaConfig if window is None else MistralConfig)(num_hidden_layers=1, **options)
+    rounded, plain = Cache(config, 40, dtype=dtype), Cache(config, 40)
+    kept: int = 0
+    for turn, new in enumerate(cuts):
+        k, v = (torch.randn(2, 3, new, 4, generator=torch.Generator().manual_seed(turn + i)) for i in (0, 90))
+        mine = rounded.update(k, v, 0)
+        # What has just come and does not fit goes to the model as it is.
+        seen = plain.update(k.to(dtype).float(), v.to(dtype).float(), 0)
+        for one, two in zip(mine, seen, strict=True):
+            assert one.dtype is torch.float32
+            torch.testing.assert_close(one, two, rtol=2**-7, atol=0)
+            assert torch.equal(one[:, :, : one.shape[2] - new], two[:, :, : two.shape[2] - new])
+        kept += new
+    assert rounded.num_bytes * 4 == plain.num_bytes * dtype.itemsize
+    assert rounded.get_seq_length() == kept
+
+
+@pytest.mark.parametrize("injected", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_generate_takes_one_of_another_dtype(family: str, injected: bool) -> None:
+    model = model_of(family, **FAMILIES[family])
+    if injected:
+        inject(model)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    cache = Cache(model.config, 15, dtype=torch.float64, device="cpu")
+    found = model.generate(**prompts("left"), cache=cache, **options)
+    assert torch.equal(found, model.generate(**prompts("left"), **options))
+    assert cache.num_bytes == forecast(model, rows=3, room=15, dtype=torch.float64)
+    half = Cache(model.config, 15, dtype=torch.bfloat16)
+    model.generate(**prompts("left"), cache=half, **options)
+    assert 4 * half.num_bytes == cache.num_bytes
+    with pytest.raises(ValueError, match=r"dtype=torch\.int8; it must be a floating dtype"):
+        Cache(model.config, 15, dtype=torch.int8)

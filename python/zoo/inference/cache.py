@@ -47,7 +47,7 @@ def check_numbers(**numbers: int) -> None:
 
 
 @torch.no_grad()
-def forecast(model: nn.Module, *, rows: int, room: int) -> int:
+def forecast(model: nn.Module, *, rows: int, room: int, dtype: torch.dtype | None = None) -> int:
     """Bytes of a cache of this model before it is there, on this rank.
 
     Σ over layers of rows·heads·min(room, 2·window)·(dim of keys + dim of values) numbers. One token is computed, which
@@ -56,19 +56,20 @@ def forecast(model: nn.Module, *, rows: int, room: int) -> int:
     Args:
         model: of transformers.
         rows, room: of sequences; of tokens, prompt included.
+        dtype: as of :class:`Cache`.
 
     Raises:
-        ValueError: a number below 1; layers that are neither of full nor of sliding attention.
+        ValueError: a number below 1; another dtype; layers that are neither of full nor of sliding attention.
     """
     check_numbers(rows=rows, room=room)
     config: Any = model.config
-    probe = Cache(config, 1, keep_all=True)
+    probe = Cache(config, 1, keep_all=True, dtype=dtype)
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), cache=probe, use_cache=True)
     layers: Any = probe.layers
     tokens = [room if window is None else min(room, 2 * window) for window in windows_of(config)]
-    return sum(rows * n * (layer.keys.nbytes + layer.values.nbytes) for n, layer in zip(tokens, layers, strict=True))
+    return sum(rows * n * sum(one.nbytes for one in layer.memory) for n, layer in zip(tokens, layers, strict=True))
 
 
 class Cache(cache_utils.Cache):
@@ -81,14 +82,29 @@ class Cache(cache_utils.Cache):
         config: ``model.config``.
         room: tokens of a row, prompt included. More are refused by ValueError, before anything is written.
         keep_all: sliding layers keep all tokens too.
+        dtype: what keys and values are kept in, floating; None: as they come. Others are rounded when they come, and
+            all that a layer sees is converted for each of its calls: half the memory for more time.
+        device: where they are kept, such as the host ("cpu") of a model on a GPU; None: where they come. A layer's go
+            to the model's device for each of its calls.
+
+    Raises:
+        ValueError: another room or dtype.
     """
 
-    def __init__(self, config: Any, room: int, *, keep_all: bool = False) -> None:
+    def __init__(
+        self, config: Any, room: int, *, keep_all: bool = False, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         if type(room) is not int or room < 1:
             raise ValueError(f"room={room!r}; it must be a whole number of tokens, at least 1.")
+        if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            raise ValueError(f"dtype={dtype!r}; it must be a floating dtype of torch, such as torch.bfloat16, or None.")
         windows = windows_of(config)
         super().__init__(layers=[_Full(room) if keep_all or w is None else _Window(room, w) for w in windows])
         self.room = room
+        layers: Any = self.layers
+        for layer in layers:
+            layer.kept_as = dtype, None if device is None else torch.device(device)
 
     @property
     def num_bytes(self) -> int:
@@ -98,11 +114,13 @@ class Cache(cache_utils.Cache):
 
 
 class _Placed(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """What full and sliding layers have in common. length: tokens that came. memory: of keys and of values."""
+    """What full and sliding layers have in common. length: tokens that came. memory: of keys and of values. kept_as:
+    (dtype, device) of it; None: as they come."""
 
     is_compileable = False
     is_croppable = True
     memory: tuple[Tensor, Tensor]
+    kept_as: tuple[torch.dtype | None, torch.device | None] = None, None
 
     def __init__(self, room: int, size: int) -> None:
         # Not that of the base, which sets keys and values.
@@ -116,19 +134,25 @@ class _Placed(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
     def keys(self) -> Any:  # type: ignore[override]
         """Those of the tokens that are kept, as a layer of transformers has them: models read them for
         cross-attention. None before any came."""
-        return self.memory[0][:, :, self.kept()] if self.is_initialized else None
+        return self._seen(self.memory[0][:, :, self.kept()]) if self.is_initialized else None
 
     @property
     def values(self) -> Any:  # type: ignore[override]
         """As :attr:`keys`."""
-        return self.memory[1][:, :, self.kept()] if self.is_initialized else None
+        return self._seen(self.memory[1][:, :, self.kept()]) if self.is_initialized else None
+
+    def _seen(self, kept: Tensor) -> Tensor:
+        """As the model takes them: where it is, in its dtype."""
+        return kept.to(self.device, self.dtype)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate."""
         self.dtype, self.device = key_states.dtype, key_states.device
+        dtype, device = self.kept_as
         keys, values = (
-            one.new_empty(*one.shape[:2], self.size, one.shape[3]) for one in (key_states, value_states)
-        )  # fmt: skip
+            one.new_empty((*one.shape[:2], self.size, one.shape[3]), dtype=dtype, device=device)
+            for one in (key_states, value_states)
+        )
         self.memory, self.is_initialized = (keys, values), True
 
     def _admit(self, key_states: Tensor, value_states: Tensor) -> int:
@@ -207,7 +231,7 @@ class _Full(_Placed):  # type: ignore[no-untyped-call]
         if not self.is_initialized:
             return None
         keys, values = self.memory
-        if keys.shape[1:4:2] != (heads, dim) or keys.dtype is not like.dtype:
+        if keys.shape[1:4:2] != (heads, dim) or (keys.dtype, keys.device) != (like.dtype, like.device):
             return None
         if not (keys.is_contiguous() and values.is_contiguous() and values.shape == keys.shape):
             return None
@@ -254,7 +278,7 @@ class _Window(_Placed):  # type: ignore[no-untyped-call]
         own, more = self.memory, (key_states, value_states)
         if kept + new > self.size:  # more than there is memory for, and more than is kept
             whole = [
-                torch.cat([one[:, :, self.begin : self.begin + kept], two], 2)
+                torch.cat([self._seen(one[:, :, self.begin : self.begin + kept]), two], 2)
                 for one, two in zip(own, more, strict=True)
             ]
             self.begin, self.length = 0, length
@@ -271,7 +295,7 @@ class _Window(_Placed):  # type: ignore[no-untyped-call]
         seen = slice(self.begin, end)
         self.length = length
         self.begin = end - self._kept()
-        return own[0][:, :, seen], own[1][:, :, seen]
+        return self._seen(own[0][:, :, seen]), self._seen(own[1][:, :, seen])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys, the place of the first of them)."""
