@@ -1,9 +1,9 @@
 """Write what a program of a library would download: a tiny Llama with its tokenizer, data sets, a configuration.
 
-    python tests/clients/hub.py FOLDER STAGE
+    python tests/clients/hub.py FOLDER STAGE [hybrid]
 
 The folder then holds ``llama``; ``answers``, ``pairs``, ``judged`` and ``questions``, data sets in the forms that TRL
-asks for; ``rewards.py`` for its reinforcement learning; and ``ds_config.json``.
+asks for; ``rewards.py`` for its reinforcement learning; and ``ds_config.json``, where asked with ``hybrid_engine``.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def main() -> None:
         "stage3_param_persistence_threshold": 64,
     }  # fmt: skip
     config["optimizer"]["params"]["torch_adam"] = True
+    if "hybrid" in sys.argv[3:]:
+        config["hybrid_engine"] = {"enabled": True, "max_out_tokens": 128}
     (folder / "ds_config.json").write_text(json.dumps(config))
 
 

@@ -44,6 +44,7 @@ def test_it_generates_from_the_newest_weights_and_trains_on_with_the_same_bits(s
     def fn(rank: int, generates: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         engine = made(stage)
         assert isinstance(engine, DeepSpeedHybridEngine)
+        assert engine.injection is not None or not loading.native()
         found = []
         for step in range(3):
             train(engine, rank, step)

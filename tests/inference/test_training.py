@@ -24,7 +24,7 @@ def trained(stage: int, generates: bool) -> list[Found]:
 
     def fn(rank: int) -> Found:
         model = model_of("Llama", torch.float64).train()
-        optimizer = ZeroOptimizer(model, stage=stage, lr=1e-2)
+        optimizer = ZeroOptimizer(model, stage=stage, lr=1e-2, param_persistence_threshold=0)
         if generates:
             inject(model)
         words = []

@@ -341,3 +341,30 @@ def test_sentences_name_the_nearest_kind() -> None:
     model = model_of("Llama")
     model.model.layers.append(nn.Identity())
     inject(model)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi3"])
+@pytest.mark.parametrize("drop", [0.0, 0.4])
+def test_a_model_in_training_mode_generates_fast_where_it_drops_nothing(family: str, drop: float) -> None:
+    options = {"attention_dropout": drop} | ({"resid_pdrop": drop} if family == "Phi3" else {})
+    model, plain = (model_of(family, **options).train() for _ in range(2))
+    inject(model)
+    layer: Any = model.model.layers[0]
+    with torch.no_grad():
+        torch.manual_seed(0)
+        found = model(IDS, use_cache=True)
+        torch.manual_seed(0)
+        right = plain(IDS, use_cache=True)
+        torch.testing.assert_close(found.logits, right.logits, rtol=1e-4, atol=1e-5)
+        # A prompt, and what a trainer scores.
+        assert layer.__dict__["_zoo_injected"].runs == 0
+        torch.manual_seed(1)
+        token = model(IDS[:, :1], cache=found.cache, use_cache=True).logits
+        torch.manual_seed(1)
+        other = plain(IDS[:, :1], cache=right.cache, use_cache=True).logits
+    assert layer.__dict__["_zoo_injected"].runs == (drop == 0)
+    torch.testing.assert_close(token, other, rtol=1e-4, atol=1e-5)
+    layer.self_attn.attention_dropout = 0.3  # from now on
+    with torch.no_grad():
+        model(IDS[:, :1], cache=found.cache, use_cache=True)
+    assert layer.__dict__["_zoo_injected"].runs == (drop == 0)

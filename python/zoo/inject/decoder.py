@@ -122,7 +122,8 @@ class Decoder(Injected):
         if cache is None and kwargs:
             cache = kwargs.pop("past_key_values", None)
         how = None if state is None or state.pieces is None else state.pieces.how()
-        if state is None or not _knows(self, state, hidden_states, attention_mask, position_embeddings, kwargs, how):
+        positions = position_embeddings
+        if state is None or not _knows(self, state, hidden_states, attention_mask, positions, cache, kwargs, how):
             return _own(self, Decoder)(
                 hidden_states, attention_mask=attention_mask, position_ids=position_ids, cache=cache,
                 use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
@@ -215,14 +216,14 @@ def _placing(pieces: Pieces, call: _Call) -> tuple[Any, tuple[Tensor, Tensor, Te
 
 
 def _knows(
-    layer: nn.Module, state: State, x: Tensor, mask: Any, positions: Any, others: dict[str, Any], how: Any
+    layer: nn.Module, state: State, x: Tensor, mask: Any, positions: Any, cache: Any, others: dict[str, Any], how: Any
 ) -> bool:  # fmt: skip
     """Whether the injected forward computes what is asked for."""
     pieces = state.pieces
     return (
         pieces is not None
         and is_plain()
-        and not layer.training  # dropout, and what is computed again in backward
+        and (not layer.training or _only_generates(pieces, x, cache))
         and type(x) is Tensor
         and x.dim() == 3
         and x.dtype is state.dtype
@@ -232,6 +233,11 @@ def _knows(
         and _knows_positions(positions, x)
         and pieces.watch.intact()
     )
+
+
+def _only_generates(pieces: Pieces, x: Tensor, cache: Any) -> bool:
+    """In training mode: one token behind others, and no dropout. Trainers generate so without eval()."""
+    return cache is not None and x.dim() == 3 and x.shape[1] == 1 and not any(of.get(name) for of, name in pieces.drops)
 
 
 def _knows_mask(pieces: Pieces, mask: Any, how: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -111,6 +112,7 @@ class Pieces:
             ``zoo.kernels.activation.ops.FORMS``.
         split: some matrices are parts of ones that zoo.tensor has split, which know how their product goes on.
         watch: whether the layer still is what it was. function: what transformers calls for sdpa.
+        drops: (attributes of a module, name) of each rate of dropout.
         joint: codes that lie one behind the other, by the matrices of a product. ready: the products of the last call,
             and the tensors that they were made of.
     """
@@ -129,6 +131,7 @@ class Pieces:
     split: bool
     watch: Watch
     function: Any
+    drops: tuple[tuple[dict[str, Any], str], ...] = ()
     joint: dict[tuple[nn.Module, ...], Joined] = field(default_factory=dict)
     ready: tuple[list[tuple[dict[str, Any], str, Any]], tuple[Product, ...]] | None = None
 
@@ -278,8 +281,15 @@ def _pieces(layer: nn.Module, kind: Kind) -> Pieces:
         gate_up=gate_up, down=down, heads=heads, groups=groups, dim=dim,
         activation=_activation(others[kind.act]),
         split=any(isinstance(one, Layer) for one in (*qkv, out, *gate_up, down)), watch=watch(layer, (attention, mlp)),
-        function=attention_function(),
+        function=attention_function(), drops=tuple(_rates(layer)),
     )  # fmt: skip
+
+
+def _rates(layer: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, (int, float)) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                yield vars(module), name
 
 
 def _children(module: nn.Module, names: tuple[str, ...], where: str) -> dict[str, nn.Module]:

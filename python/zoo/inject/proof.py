@@ -131,7 +131,12 @@ def _compare(layer: nn.Module, dtype: torch.dtype, invariant: bool) -> Proof:
 
 def _on_cpu(layer: nn.Module) -> nn.Module:
     """A copy without hooks: with some a layer runs its own forward, and without them, later, the injected one."""
-    found = copy.deepcopy(layer)
+    # Parameters of a bucket may have no values here (ZeRO stage 3), and a proof needs none of them.
+    memo = {
+        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
+        for p in layer.parameters() if hasattr(p, "_zoo_bucket")
+    }  # fmt: skip
+    found = copy.deepcopy(layer, memo)
     for module in found.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
