@@ -40,7 +40,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_one_rank_alone_has_the_model_as_it_was(
     monkeypatch: pytest.MonkeyPatch, stage: int, part: Any, param: torch.dtype | None
 ) -> None:
-    name, last = ("adopt", 5) if part is Guard else ("travel", 3)  # of a parameter, or bucket, in the midst
+    name, last = ("adopt", 5) if part is Guard else ("_attach", 3)  # of a parameter, or bucket, in the midst
     work, done = getattr(part, name), list[int]()
 
     def no_memory(self: Any, *given: Any) -> None:
