@@ -72,7 +72,17 @@ class Sharing:
         """All ranks that share the model."""
         return self.axes.world
 
-    # To ``GatheredParameters`` it is what its parts belong to, and what holds them.
+    # What its parts belong to: with the verbs of a ``ShardedModel``, and to ``GatheredParameters`` what holds them.
+
+    def wait(self, parts: Sequence[Any]) -> None:
+        """Gather these. Collective."""
+        for part in parts:
+            part.make_whole()
+
+    def reshard(self, parts: Sequence[Any]) -> None:
+        """Release them."""
+        for part in parts:
+            part.drop_whole()
 
     @property
     def writes(self) -> Sharing:

@@ -147,10 +147,8 @@ class _Gathering:
 
     def wait(self, **_: Any) -> None:
         """The parameters are whole after this, on every rank."""
-        from zoo.shard.init.parts import InitBucket
-
         for bucket in _buckets_of(self._parameters):
-            bucket.make_whole() if isinstance(bucket, InitBucket) else bucket.owner().wait([bucket])
+            bucket.owner().wait([bucket])
 
 
 def _buckets_of(parameters: Iterable[Any]) -> list[Any]:
@@ -177,15 +175,13 @@ def partition(
     Raises:
         ValueError: ``has_been_updated``: who has written, and what the optimizer keeps, is not known here.
     """
-    from zoo.shard.init.parts import InitBucket
-
     if has_been_updated:
         raise ValueError(
             "partition(has_been_updated=True) does not say which rank's values count. Write inside of `with "
             "GatheredParameters(params, modifier_rank=0)`."
         )
     for bucket in _buckets_of([parameter] if param_list is None else param_list):
-        bucket.drop_whole() if isinstance(bucket, InitBucket) else bucket.owner().reshard([bucket])
+        bucket.owner().reshard([bucket])
 
 
 def ds_summary(parameter: Any, *_: Any, **__: Any) -> dict[str, Any]:
