@@ -123,6 +123,24 @@ def test_dropout_is_the_same_in_forward_and_backward() -> None:
         assert torch.autograd.gradcheck(run, (x, *(p.detach().requires_grad_() for p in layer.parameters())))
 
 
+@pytest.mark.parametrize("pre", [True, False])
+@pytest.mark.parametrize("frozen", [(), ("attn_qkvw", "norm_w"), ("attn_qkvw", "attn_qkvb", "norm_w", "norm_b")])
+def test_an_input_without_gradient_and_a_second_backward(pre: bool, frozen: tuple[str, ...]) -> None:
+    """The parameters' gradients are those they have when the input wants one, each time."""
+    layer = make(pre_layer_norm=pre, attn_dropout_ratio=0.2, hidden_dropout_ratio=0.2)
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    wanted = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
+    x, dy = values(2, 5, 12, seed=1), values(2, 5, 12, seed=2)
+    torch.manual_seed(3)
+    expected = results(layer, x, None, dy)
+    torch.manual_seed(3)
+    y = layer(x)
+    for _ in range(2):
+        grads = torch.autograd.grad(y, list(wanted.values()), dy, retain_graph=True)
+        assert all(torch.equal(expected[name], grad) for name, grad in zip(wanted, grads, strict=True))
+
+
 def test_the_share_that_is_dropped() -> None:
     """Of n independent elements p are dropped, to 5·√(p(1 - p)/n): five deviations of a binomial."""
     p, size, tokens, batch = 0.2, 64, 64, 16

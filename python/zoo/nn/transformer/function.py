@@ -107,33 +107,37 @@ class Call:
 
 def forward_of(x: Tensor, mask: Tensor | None, weights: Weights, call: Call, kept: Kept) -> Tensor:
     """y (B, T, C) of x (B, T, C), of the dtype of the call; ``kept`` is told what there is to be kept."""
-    c, w = call.config, weights.cast(call.dtype)
-    x = x.to(call.dtype).contiguous()
-    flat = x.flatten(0, 1)
+    c, w, shape = call.config, weights.cast(call.dtype), x.shape
+    flat = x.to(call.dtype).contiguous().flatten(0, 1)
     kept.keep(input=flat)
-    source = flat
-    if c.pre_layer_norm:
-        first = call.normed(flat, w.norm_w, w.norm_b)
-        kept.keep(input_normed=first.y, norm_mean=first.mean, norm_rstd=first.rstd)
-        source = first.y
-    qkv = torch.addmm(w.attn_qkvb, source, w.attn_qkvw.t())
-    context = call.attention.forward(
-        qkv.view(*x.shape[:2], 3 * c.hidden_size), mask, kept, keep="probabilities" in kept.names
-    ).flatten(0, 1)
-    kept.keep(qkv=qkv, context=context)
-    total = bias_dropout_residual(context @ w.attn_ow.t(), w.attn_ob, flat, **call.generator(1))
+    total = _attended(flat, shape, mask, w, call, kept)
     middle = call.normed(total, w.attn_nw, w.attn_nb)
     kept.keep(attn_sum=total, attn_normed=middle.y, attn_mean=middle.mean, attn_rstd=middle.rstd)
     inner = middle.y @ w.inter_w.t()
     active = bias_gelu(inner, w.inter_b, approximate=c.gelu)
     kept.keep(intermediate=inner, activated=active)
+    del inner
     residual = total if c.pre_layer_norm else middle.y
     out = bias_dropout_residual(active @ w.output_w.t(), w.output_b, residual, **call.generator(2))
     if not c.pre_layer_norm:
         last = call.normed(out, w.norm_w, w.norm_b)
         kept.keep(output_sum=out, norm_mean=last.mean, norm_rstd=last.rstd)
         out = last.y
-    return out.view(x.shape)
+    return out.view(shape)
+
+
+def _attended(flat: Tensor, shape: Sequence[int], mask: Tensor | None, w: Weights, call: Call, kept: Kept) -> Tensor:
+    """s (N, C): x and what attention adds to it."""
+    source = flat
+    if call.config.pre_layer_norm:
+        first = call.normed(flat, w.norm_w, w.norm_b)
+        kept.keep(input_normed=first.y, norm_mean=first.mean, norm_rstd=first.rstd)
+        source = first.y
+    qkv = torch.addmm(w.attn_qkvb, source, w.attn_qkvw.t())
+    by_sequence = qkv.view(*shape[:2], 3 * call.config.hidden_size)
+    context = call.attention.forward(by_sequence, mask, kept, keep="probabilities" in kept.names).flatten(0, 1)
+    kept.keep(qkv=qkv, context=context)
+    return bias_dropout_residual(context @ w.attn_ow.t(), w.attn_ob, flat, **call.generator(1))
 
 
 class _Backward:
