@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.nn.transformers_in_torch import OPTIONS, make, next_offset, results, values
 from tests.profiles import examples
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from zoo.nn import TransformerLayer, TransformerLayerConfig
@@ -37,15 +39,17 @@ def mask_of(kind: str, batch: int, heads: int, tokens: int, dtype: torch.dtype) 
     tokens=st.sampled_from([1, 2, 7]), kind=st.sampled_from(["none", "padding", "heads", "all"]),
     options=st.sets(st.sampled_from(OPTIONS)), attn=RATIOS, hidden=RATIOS, training=st.booleans(),
     frozen=st.sets(st.integers(0, 11)), strided=st.booleans(),
+    seed=st.sampled_from([None, 5, 2**64 - 1]),
 )  # fmt: skip
 def test_it_is_the_composition_of_torchs_functions(
     pre: bool, gelu: str, heads: int, head_size: int, inner: int | None, batch: int, tokens: int, kind: str,
     options: set[str], attn: float, hidden: float, training: bool, frozen: set[int], strided: bool,
+    seed: int | None,
 ) -> None:  # fmt: skip
     """In fp64. A hundred roundings a number, of 1.1e-16 each, and rows of few numbers whose variance may be small."""
     layer = make(
-        hidden_size=heads * head_size, heads=heads, intermediate_size=inner, pre_layer_norm=pre, gelu=gelu, seed=7,
-        attn_dropout_ratio=attn, hidden_dropout_ratio=hidden, layer_norm_eps=1e-3,
+        hidden_size=heads * head_size, heads=heads, intermediate_size=inner, pre_layer_norm=pre, gelu=gelu, init=7,
+        attn_dropout_ratio=attn, hidden_dropout_ratio=hidden, layer_norm_eps=1e-3, seed=seed,
         **{option: option in options for option in OPTIONS},
     ).train(training)  # fmt: skip
     for k, parameter in enumerate(layer.parameters()):
@@ -141,6 +145,33 @@ def test_an_input_without_gradient_and_a_second_backward(pre: bool, frozen: tupl
         assert all(torch.equal(expected[name], grad) for name, grad in zip(wanted, grads, strict=True))
 
 
+class Products(TorchDispatchMode):
+    """Counts the products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("frozen", "of_input", "expected"), [(False, True, 8), (True, True, 4), (True, False, 3)])
+@pytest.mark.parametrize("pre", [True, False])
+def test_nobody_wants_a_gradient_and_no_product_makes_it(
+    pre: bool, frozen: bool, of_input: bool, expected: int
+) -> None:
+    """Of the four matrices and the input; biases and normalisations are trained."""
+    layer = make(torch.float32, pre_layer_norm=pre)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not frozen or (parameter.dim() == 1 and name not in ("norm_w", "norm_b")))
+    y = layer(values(2, 5, 12, seed=1, dtype=torch.float32).requires_grad_(of_input))
+    with Products() as products:
+        y.sum().backward()
+    assert products.count == expected
+
+
 def test_the_share_that_is_dropped() -> None:
     """Of n independent elements p are dropped, to 5·√(p(1 - p)/n): five deviations of a binomial."""
     p, size, tokens, batch = 0.2, 64, 64, 16
@@ -176,8 +207,8 @@ def test_the_share_that_is_dropped() -> None:
 
 
 def test_calls_and_seeds_drop_others_and_torchs_seed_repeats_them() -> None:
-    layer, other = (make(torch.float32, attn_dropout_ratio=0.5, hidden_dropout_ratio=0.5, seed=s) for s in (0, 0))
-    other.layer_config = TransformerLayerConfig(**{**vars(layer.layer_config), "seed": 6})
+    ratios = {"attn_dropout_ratio": 0.5, "hidden_dropout_ratio": 0.5}
+    layer, other = make(torch.float32, **ratios), make(torch.float32, seed=6, **ratios)
     x = values(2, 5, 12, seed=1, dtype=torch.float32)
 
     def run(which: TransformerLayer) -> Tensor:

@@ -17,11 +17,11 @@ Tensor = torch.Tensor
 OPTIONS = ("normalize_invertible", "gelu_checkpoint", "attn_dropout_checkpoint")
 
 
-def make(dtype: torch.dtype = torch.float64, seed: int = 0, **fields: Any) -> TransformerLayer:
+def make(dtype: torch.dtype = torch.float64, init: int = 0, **fields: Any) -> TransformerLayer:
     """A layer of no round values: biases and weights of normalisations are random too."""
     fields = {"hidden_size": 12, "heads": 3, "attn_dropout_ratio": 0.0, "hidden_dropout_ratio": 0.0, **fields}
     layer = TransformerLayer(TransformerLayerConfig(**fields), dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(init)
     with torch.no_grad():
         for parameter in layer.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

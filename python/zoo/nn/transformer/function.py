@@ -213,7 +213,7 @@ class _Backward:
 def backward_of(grad: Tensor, back: _Backward, *, needs_input: bool) -> Tensor | None:
     """dx (B, T, C) from dy, where it is needed; the gradients of parameters are in ``back.grads`` then."""
     pre, w, shape = back.call.config.pre_layer_norm, back.w, grad.shape[:2]
-    grad = grad.to(back.call.dtype).contiguous().flatten(0, 1)
+    grad = grad.contiguous().flatten(0, 1)
     if not pre:
         grad = back.normalised(OUTPUT, grad)
     d_inner = back.feed_forward(grad, back.given_by(MIDDLE))
