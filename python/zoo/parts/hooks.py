@@ -65,9 +65,13 @@ def is_compiled(module: Any) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def hidden_from_compiler(hook: Any, disable: Callable[[Any], Any]) -> Any:
-    """The same hook, into which torch.compile does not trace, by ``torch.compiler.disable``; it costs 0.3 µs more."""
-    return BoundHook(disable(hook))
+def hide_from_compiler(handles: Iterable[Any], disable: Callable[[Any], Any]) -> None:
+    """Put hooks that torch.compile does not trace into in the places of these, by the handles that registering them
+    gave and ``torch.compiler.disable``. Each costs 0.3 µs more."""
+    for handle in handles:
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            hooks[handle.id] = own_hook(BoundHook(disable(hooks[handle.id])))
 
 
 def is_watched(module: Any) -> bool:

@@ -105,7 +105,7 @@ def _refuse_saving(parameter: Any, frame: FrameType | None) -> None:
 
 def split_for_torch(parameter: Any) -> bool:
     """Whether a function of torch's that all ranks call asks for a parameter of which only a shard is here."""
-    bucket = type(parameter)._zoo_bucket
+    bucket = parameter._zoo_bucket
     if torch.compiler.is_compiling() or not bucket.parameters.refused or bucket.spec.axes:
         return False
     return hasattr(bucket.owner(), "rows") and called_by(TORCH_FUNCTIONS)

@@ -96,7 +96,7 @@ def choose(
 
 def told_of_parts(error: BaseException, module: nn.Module) -> BaseException:
     """The error of a construction, which says where of the module only parts are left."""
-    lost = [name for name, p in module.named_parameters() if getattr(type(p), "_zoo_bucket", None) is not None]
+    lost = [name for name, p in module.named_parameters() if getattr(p, "_zoo_bucket", None) is not None]
     if not lost or not isinstance(error, Exception):
         return error
     text = (

@@ -138,12 +138,12 @@ def sharded_in(value: Any) -> list[ShardedParameter]:
 
 
 def _name(parameter: Any) -> str:
-    name: str = type(parameter)._zoo_bucket.called(parameter._zoo_slot)
+    name: str = parameter._zoo_bucket.called(parameter._zoo_slot)
     return name
 
 
 def _get_grad(self: Any) -> torch.Tensor | None:
-    bucket = type(self)._zoo_bucket
+    bucket = self._zoo_bucket
     if bucket.gradients is None:
         return None
     found = bucket.gradients.visible(self._zoo_slot)
@@ -152,7 +152,7 @@ def _get_grad(self: Any) -> torch.Tensor | None:
 
 
 def _set_grad(self: Any, value: torch.Tensor | None) -> None:
-    gradients = type(self)._zoo_bucket.gradients
+    gradients = self._zoo_bucket.gradients
     if gradients is not None:
         gradients.assign(self._zoo_slot, value)
     elif value is not None:
@@ -165,11 +165,11 @@ def _get_data(self: Any) -> torch.Tensor:
         return alias
     # As torch's, it shares no version counter with the parameter; but one with all others of this parameter, so that
     # writes through it are seen.
-    return type(self)._zoo_bucket.parameters.alias(self._zoo_slot, alias)  # type: ignore[no-any-return]
+    return self._zoo_bucket.parameters.alias(self._zoo_slot, alias)  # type: ignore[no-any-return]
 
 
 def _set_data(self: Any, value: torch.Tensor) -> None:
-    type(self)._zoo_bucket.assign(self._zoo_slot, self, value)
+    self._zoo_bucket.assign(self._zoo_slot, self, value)
 
 
 def _get_requires_grad(self: Any) -> bool:
@@ -178,7 +178,7 @@ def _get_requires_grad(self: Any) -> bool:
 
 def _set_requires_grad(self: Any, value: bool) -> None:
     # Freezing for a while is fine: the gradient of these steps is zero. The other way round there is no place for one.
-    if value and not type(self)._zoo_bucket.spec.trainable:
+    if value and not self._zoo_bucket.spec.trainable:
         raise ValueError(
             f"parameter {_name(self)!r} was frozen when the model was split over ranks, by a ZeRO optimizer or without "
             "training, and has no place for a gradient. Set requires_grad before that, or close() it and construct a "
@@ -201,9 +201,9 @@ def _detach(self: Any) -> torch.Tensor:
             "parametrisation such as weight_norm) has to come before the optimizer is constructed."
         )
     if sys._getframe(1).f_code is SAVES and split_for_torch(self):
-        bucket = type(self)._zoo_bucket
+        bucket = self._zoo_bucket
         return bucket.owner().rows(bucket, self._zoo_slot)  # type: ignore[no-any-return]
-    if type(self)._zoo_bucket.parameters.refused and not torch.compiler.is_compiling():
+    if self._zoo_bucket.parameters.refused and not torch.compiler.is_compiling():
         nothing = nothing_of(self)
         if nothing is not None:
             return nothing
@@ -221,7 +221,7 @@ def _copy_(self: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
     whole = given.full_tensor() if is_dtensor(given) else given
     if not split_for_torch(self):
         return torch.Tensor.copy_(self, whole, non_blocking)
-    bucket = type(self)._zoo_bucket
+    bucket = self._zoo_bucket
     # Torch sets the states first: masters that round to what is given here stay.
     bucket.owner().writes.change(bucket, self._zoo_slot, whole.to(self.device, self.dtype), keep_equal=True)
     return self
@@ -246,6 +246,18 @@ def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _REFUSE: Any = classmethod(refuse)
+_BODY: dict[str, Any] = {
+    "grad": property(_get_grad, _set_grad, lambda self: _set_grad(self, None)),
+    "requires_grad": property(_get_requires_grad, _set_requires_grad),
+    "requires_grad_": _requires_grad_,
+    "data": property(_get_data, _set_data),
+    "__torch_function__": _DISABLED,
+    "detach": _detach,
+    "copy_": _copy_,
+    "__deepcopy__": _deepcopy,
+}
+CompiledParameter: Any = type("CompiledParameter", (ShardedParameter,), dict(_BODY))
+"""The class of parameters of all buckets that modules have which are compiled."""
 
 
 class Guard:
@@ -266,23 +278,21 @@ class Guard:
 
     def _class_for(self, bucket: Any) -> Any:
         """The class of the bucket's parameters."""
-        body = {
-            "_zoo_bucket": bucket,
-            "grad": property(_get_grad, _set_grad, lambda self: _set_grad(self, None)),
-            "requires_grad": property(_get_requires_grad, _set_requires_grad),
-            "requires_grad_": _requires_grad_,
-            "data": property(_get_data, _set_data),
-            "__torch_function__": _DISABLED,
-            "detach": _detach,
-            "copy_": _copy_,
-            "__deepcopy__": _deepcopy,
-        }
         cls = bucket.spec.cls
         if cls is nn.Parameter:
-            return type("ZeroParameter", (ShardedParameter,), body)
+            return type("ZeroParameter", (ShardedParameter,), {**_BODY, "_zoo_bucket": bucket})
         self._shown = shown(cls)
-        body |= {"_zoo_coded": cls, "__torch_function__": self._shown, "to": _stay}
+        body = {**_BODY, "_zoo_bucket": bucket, "_zoo_coded": cls, "__torch_function__": self._shown, "to": _stay}
         return type(f"Zero{cls.__name__}", (ShardedParameter, cls), body)
+
+    def share(self, parameters: Sequence[Any]) -> None:
+        """For modules that are compiled: a compiler guards on the class of a parameter, and of equal modules it is to
+        make one graph. From now on only memory that is gone refuses, not the class."""
+        if self._shared or self._bucket.spec.cls is not nn.Parameter:
+            return
+        self._class, self._shared = CompiledParameter, True
+        for parameter in parameters:
+            self.adopt(parameter, parameter._zoo_name, parameter._zoo_slot)
 
     def adopt(self, parameter: nn.Parameter, name: str, slot: int) -> None:
         """Make ``parameter`` an instance of the bucket's class."""

@@ -49,7 +49,7 @@ class Members:
             return []
         strangers = [
             name for name, p in self._model.named_parameters()
-            if getattr(type(p), "_zoo_bucket", None) not in self._buckets
+            if getattr(p, "_zoo_bucket", None) not in self._buckets
         ]  # fmt: skip
         self._rename()
         if strangers:

@@ -196,6 +196,11 @@ class BucketParameters:
         self._guard.show()
         self.presence = _SHOWN
 
+    def share_class(self) -> None:
+        """See :meth:`zoo.shard.guard.Guard.share`."""
+        if self.bucket.parameter_class is None:
+            self._guard.share(self.bucket.spec.parameters)
+
     def hide(self) -> None:
         """Refuse the parameters to everybody until the next ``wait``; their memory stays."""
         if self.presence is _SHOWN:

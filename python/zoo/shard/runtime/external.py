@@ -63,6 +63,6 @@ def registered(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _apply(module: nn.Module, parameter: nn.Parameter, *, present: bool) -> bool:
-    bucket = getattr(type(parameter), "_zoo_bucket", None)
+    bucket = getattr(parameter, "_zoo_bucket", None)
     owner = bucket.owner() if bucket is not None else None
     return owner is not None and owner.runtime.set_external(module, bucket, present=present)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator, Recovery
-from zoo.parts.hooks import BoundHook, hidden_from_compiler, is_compiled, own_hook
+from zoo.parts.hooks import BoundHook, hide_from_compiler, is_compiled, own_hook
 from zoo.shard.buckets import Bucket
 from zoo.shard.call_stack import check_partitioned_call, exception_of_call, is_called
 from zoo.shard.placement.precision import Precision, cast_inputs
@@ -105,22 +105,23 @@ class Runtime:
         if precision.inputs is not None:
             cast = own_hook(cast_inputs(precision.inputs))
             self._hooks.append(self._model.register_forward_pre_hook(cast, with_kwargs=True))
+        self._seen_by_compiler = True
         self._install(units)
+        self._uncompiled: list[nn.Module] = [unit.module for unit in self.units]
+        self.hide_from_compiler()
 
     def _install(self, specs: Sequence[UnitSpec]) -> None:
         by_unit: dict[str, list[Bucket]] = {spec.name: [] for spec in specs}
         for bucket in self._buckets:
             for name in dict.fromkeys(bucket.spec.units):
                 by_unit[name].append(bucket)
-        hidden = partial(hidden_from_compiler, disable=torch.compiler.disable)
-        hook = hidden if any(map(is_compiled, self._model.modules())) else BoundHook
         for spec in specs:
             unit = Unit(spec, by_unit[spec.name])
             self.units.append(unit)
             if not unit.recorded and spec.name:
                 continue
-            enter = own_hook(hook(BoundHook(self._enter if spec.name else self._enter_model, unit)))
-            leave = own_hook(hook(BoundHook(self._exit, unit)))
+            enter = own_hook(BoundHook(self._enter if spec.name else self._enter_model, unit))
+            leave = own_hook(BoundHook(self._exit, unit))
             self._hooks.append(spec.module.register_forward_pre_hook(enter))
             self._hooks.append(spec.module.register_forward_hook(leave, always_call=True))
             self._hooked[spec.name] = unit
@@ -130,16 +131,24 @@ class Runtime:
             bucket.on_refused = self._take_external
         for module in self._model.modules():
             for parameter in registered(module):
-                owner = getattr(type(parameter), "_zoo_bucket", None)
+                owner = getattr(parameter, "_zoo_bucket", None)
                 if owner in self._buckets:
                     self.set_external(module, owner, present=True)
 
-    def hide_from_compiler(self) -> None:
-        """For a model that is compiled after construction: torch.compile traces into no hook of ours."""
-        for handle in self._hooks:
-            hooks = handle.hooks_dict_ref()
-            if hooks is not None and handle.id in hooks:
-                hooks[handle.id] = own_hook(hidden_from_compiler(hooks[handle.id], torch.compiler.disable))
+    def hide_from_compiler(self, whole: bool = False) -> None:
+        """For a model that is compiled, or has modules that are: torch.compile traces into no hook of ours, and finds
+        one class of parameters in all of them. ``whole``: all of the model will be."""
+        compiled = [m for m in self._model.modules() if whole or is_compiled(m)]
+        if not compiled:
+            return
+        if self._seen_by_compiler:
+            hide_from_compiler(self._hooks, torch.compiler.disable)
+            self._seen_by_compiler = False
+        self._uncompiled = [unit.module for unit in self.units if not is_compiled(unit.module)]
+        inside = {id(p) for module in compiled for p in module.parameters()}
+        for bucket in self._buckets:
+            if any(id(p) in inside for p in bucket.spec.parameters):
+                bucket.parameters.share_class()
 
     def remove(self) -> None:
         """Take all hooks off the model."""
@@ -198,6 +207,8 @@ class Runtime:
         if _autocasts():
             # What autocast has cast in an earlier pass leads backward past this one, or was cast without gradients.
             torch.clear_autocast_cache()
+        if any(map(is_compiled, self._uncompiled)):
+            self.hide_from_compiler()
         self._pass += 1
         self._pass_grad = torch.is_grad_enabled()
         self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None
@@ -250,7 +261,7 @@ class Runtime:
                 if index < 0:
                     context.calls.append(unit)
                     index = len(context.calls) - 1
-                if (bucket := getattr(type(tensor), "_zoo_bucket", None)) in self._mine:
+                if (bucket := getattr(tensor, "_zoo_bucket", None)) in self._mine:
                     context.returned[bucket] = None
                 self._hook(tensor, partial(self.backward.on_output_grad, context, index))
         if index < 0 and unit.partitioned and unit.gradients and torch.is_grad_enabled():
@@ -272,7 +283,7 @@ class Runtime:
         node = tensor.grad_fn
         if node is not None:
             node.register_prehook(function)
-        elif tensor.requires_grad and getattr(type(tensor), "_zoo_bucket", None) is None:  # a parameter stays
+        elif tensor.requires_grad and getattr(tensor, "_zoo_bucket", None) is None:  # a parameter stays
             tensor.register_hook(function)  # type: ignore[no-untyped-call]
 
     def _end_pass(self) -> None:
@@ -327,7 +338,7 @@ class Runtime:
 
     def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """See :meth:`zoo.zero.ShardedModel.accumulate`."""
-        bucket = getattr(type(parameter), "_zoo_bucket", None)
+        bucket = getattr(parameter, "_zoo_bucket", None)
         if bucket not in self._buckets:
             raise ValueError(
                 f"accumulate() got a {type(parameter).__name__} of shape {tuple(parameter.shape)}, which is no "

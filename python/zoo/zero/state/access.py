@@ -75,7 +75,7 @@ class _Place:
 
 
 def _find(param: Any) -> _Place:
-    bucket = getattr(type(param), "_zoo_bucket", None)
+    bucket = getattr(param, "_zoo_bucket", None)
     if bucket is None:
         why = (
             "zoo.zero.Init partitioned it, and no optimizer has it yet"

@@ -21,7 +21,7 @@ def _is_known(name: str, param: Any) -> bool:
         raise ValueError(
             f"{name} got {param!r}, a {type(param).__name__}; give it the parameter, as model.layer.weight."
         )
-    return getattr(type(param), "_zoo_bucket", None) is not None
+    return getattr(param, "_zoo_bucket", None) is not None
 
 
 def _whole(read: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,155 @@
+"""Compiled modules under ZeRO: one graph for equal modules, as without it, whenever they are compiled; the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+from zoo import sim
+from zoo.shard.guard import CompiledParameter
+from zoo.zero import ZeroOptimizer
+
+BLOCKS = 12  # more than the graphs that torch.compile makes of one function before it gives up
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class Stack(nn.Module):
+    """Twelve of them; the first input requires a gradient, so that all are of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Counted:
+    """A backend that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+def compile_blocks(model: Any, backend: Any) -> None:
+    for block in model.blocks:
+        block.compile(backend=backend)
+
+
+def train(stage: int, when: str, rank: int, backend: Any) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+    model: Any = Stack()
+    if when == "before":
+        compile_blocks(model, backend)
+    options: Any = {"param_persistence_threshold": 0, "reduce_bucket_size": 1, "max_live_parameters": 0}
+    optimizer = ZeroOptimizer(model, stage=stage, optimizer=torch.optim.SGD, lr=0.1, **options)
+    losses = []
+    for step in range(3):
+        if (when, step) in (("after", 0), ("between", 1)):
+            compile_blocks(model, backend)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(x).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, optimizer.consolidated_parameters(), (model, optimizer)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+def test_equal_blocks_make_one_graph_and_train_with_the_same_bits(stage: int, when: str) -> None:
+    # One rank: simulated ranks share what the compiler remembers.
+    counted = Counted()
+    torch._dynamo.utils.counters.clear()
+    (found, state, kept), *_ = sim.run(1, lambda rank: train(stage, when, rank, counted))
+    assert counted.graphs == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    model = kept[0]
+    compiled = [p for block in model.blocks for p in block.parameters()]
+    assert {type(p) for p in compiled} == {CompiledParameter}
+    assert len({p._zoo_bucket for p in compiled}) >= BLOCKS
+    assert type(model.first.weight) is not CompiledParameter
+    (right, other, _), *_ = sim.run(1, lambda rank: train(stage, "never", rank, counted))
+    assert found == right
+    assert all(torch.equal(state[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_compute_what_they_do_uncompiled(stage: int) -> None:
+    compiled = sim.run(2, lambda rank: train(stage, "after", rank, "eager")[:2])
+    plain = sim.run(2, lambda rank: train(stage, "never", rank, "eager")[:2])
+    for (found, state), (right, other) in zip(compiled, plain, strict=True):
+        assert found == right
+        assert all(torch.equal(state[name], other[name]) for name in other)
+
+
+TOUCHES: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda p: p.sum(), "add": lambda p: p + 1, "numpy": lambda p: p.detach().numpy().sum(), "item": lambda p: p[0, 0].item(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_parameters_of_compiled_blocks_are_refused_where_they_are_not_there(touch: str) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = train(3, "before", rank, "eager")[2]
+        weight = model.blocks[3].up.weight
+        assert (weight.shape, weight.dtype, weight.requires_grad) == ((8, 4), torch.float32, True)
+        with pytest.raises((RuntimeError, ValueError), match="blocks.3"):
+            TOUCHES[touch](weight)
+        with optimizer.gathered():
+            TOUCHES[touch](weight)
+        assert weight.grad is None
+        optimizer.close()
+        assert type(weight) is nn.Parameter
+        TOUCHES[touch](weight)
+
+    sim.run(2, fn)
+
+
+def test_gradients_are_where_they_are_without_a_compiler() -> None:
+    def fn(rank: int) -> None:
+        model: Any = Stack()
+        optimizer = ZeroOptimizer(model, stage=2, lr=0.1, reduce_bucket_size=1)
+        compile_blocks(model, "eager")
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        weight = model.blocks[5].up.weight
+        assert weight.grad is not None
+        assert weight.grad.shape == weight.shape
+        weight.grad = None
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"torch\.utils\.swap_tensors was given 'blocks\.5\.up\.weight'"):
+            torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(8, 4)))  # type: ignore[no-untyped-call]
+
+    sim.run(1, fn)
