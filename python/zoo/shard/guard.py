@@ -245,6 +245,13 @@ def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _getitem(self: Any, index: Any) -> torch.Tensor:
+    # Of freed memory torch would speak of sizes that are out of bounds.
+    if not torch.compiler.is_compiling() and self._zoo_bucket.parameters.refused:
+        return refuse_touched([self], torch.Tensor.__getitem__)
+    return torch.Tensor.__getitem__(self, index)
+
+
 _REFUSE: Any = classmethod(refuse)
 _BODY: dict[str, Any] = {
     "grad": property(_get_grad, _set_grad, lambda self: _set_grad(self, None)),
@@ -256,7 +263,7 @@ _BODY: dict[str, Any] = {
     "copy_": _copy_,
     "__deepcopy__": _deepcopy,
 }
-CompiledParameter: Any = type("CompiledParameter", (ShardedParameter,), dict(_BODY))
+CompiledParameter: Any = type("CompiledParameter", (ShardedParameter,), {**_BODY, "__getitem__": _getitem})
 """The class of parameters of all buckets that modules have which are compiled."""
 
 

@@ -1,4 +1,4 @@
-"""Compiled modules under ZeRO: one graph for equal modules, as without it, whenever they are compiled; the same bits."""
+"""Compiled modules under ZeRO: one graph for equal modules, whenever they are compiled, and the same bits."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_two_ranks_compute_what_they_do_uncompiled(stage: int) -> None:
 
 
 TOUCHES: dict[str, Callable[[Any], Any]] = {
-    "sum": lambda p: p.sum(), "add": lambda p: p + 1, "numpy": lambda p: p.detach().numpy().sum(), "item": lambda p: p[0, 0].item(),
+    "sum": lambda p: p.sum(), "add": lambda p: p + 1, "numpy": lambda p: p.detach().numpy().sum(),
+    "item": lambda p: p[0, 0].item(),
 }  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def test_parameters_of_compiled_blocks_are_refused_where_they_are_not_there(touc
         model, optimizer = train(3, "before", rank, "eager")[2]
         weight = model.blocks[3].up.weight
         assert (weight.shape, weight.dtype, weight.requires_grad) == ((8, 4), torch.float32, True)
-        with pytest.raises((RuntimeError, ValueError), match="blocks.3"):
+        with pytest.raises((RuntimeError, ValueError), match=r"blocks\.3"):
             TOUCHES[touch](weight)
         with optimizer.gathered():
             TOUCHES[touch](weight)
