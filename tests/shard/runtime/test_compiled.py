@@ -154,3 +154,32 @@ def test_gradients_are_where_they_are_without_a_compiler() -> None:
             torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(8, 4)))  # type: ignore[no-untyped-call]
 
     sim.run(1, fn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("how", ["module", "function"])
+def test_a_whole_model_is_compiled_after_construction(stage: int, how: str) -> None:
+    def fn(rank: int, compiles: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch._dynamo.reset()
+        model: Any = Stack()
+        optimizer = ZeroOptimizer(model, stage=stage, lr=0.1, param_persistence_threshold=0, reduce_bucket_size=1)
+        called = model
+        if compiles and how == "module":
+            model.compile(backend="eager")
+        elif compiles:
+            called = torch.compile(model, backend="eager")
+        losses = []
+        for step in range(3):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = called(x).square().mean()
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses, optimizer.consolidated_parameters()
+
+    compiled, plain = (sim.run(2, lambda rank, c=c: fn(rank, c)) for c in (True, False))
+    for (found, state), (right, other) in zip(compiled, plain, strict=True):
+        assert found == right
+        assert all(torch.equal(state[name], other[name]) for name in other)

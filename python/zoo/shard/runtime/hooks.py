@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator, Recovery
-from zoo.parts.hooks import BoundHook, hide_from_compiler, is_compiled, own_hook
+from zoo.parts.hooks import BoundHook, own_hook
 from zoo.shard.buckets import Bucket
 from zoo.shard.call_stack import check_partitioned_call, exception_of_call, is_called
 from zoo.shard.placement.precision import Precision, cast_inputs
 from zoo.shard.placement.units import UnitSpec
 from zoo.shard.runtime.backward import Backward
+from zoo.shard.runtime.compiled import Compiled
 from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Unit
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.external import registered
@@ -105,10 +106,8 @@ class Runtime:
         if precision.inputs is not None:
             cast = own_hook(cast_inputs(precision.inputs))
             self._hooks.append(self._model.register_forward_pre_hook(cast, with_kwargs=True))
-        self._seen_by_compiler = True
         self._install(units)
-        self._uncompiled: list[nn.Module] = [unit.module for unit in self.units]
-        self.hide_from_compiler()
+        self.compiled = Compiled(self._model, self._hooks, self.units, self._buckets)
 
     def _install(self, specs: Sequence[UnitSpec]) -> None:
         by_unit: dict[str, list[Bucket]] = {spec.name: [] for spec in specs}
@@ -135,21 +134,6 @@ class Runtime:
                 if owner in self._buckets:
                     self.set_external(module, owner, present=True)
 
-    def hide_from_compiler(self, whole: bool = False) -> None:
-        """For a model that is compiled, or has modules that are: torch.compile traces into no hook of ours, and finds
-        one class of parameters in all of them. ``whole``: all of the model will be."""
-        compiled = [m for m in self._model.modules() if whole or is_compiled(m)]
-        if not compiled:
-            return
-        if self._seen_by_compiler:
-            hide_from_compiler(self._hooks, torch.compiler.disable)
-            self._seen_by_compiler = False
-        self._uncompiled = [unit.module for unit in self.units if not is_compiled(unit.module)]
-        inside = {id(p) for module in compiled for p in module.parameters()}
-        for bucket in self._buckets:
-            if any(id(p) in inside for p in bucket.spec.parameters):
-                bucket.parameters.share_class()
-
     def remove(self) -> None:
         """Take all hooks off the model."""
         for hook in (*self._hooks, *self.backward.arrivals):
@@ -161,6 +145,9 @@ class Runtime:
     # Forward ---------------------------------------------------------------------------------------------------------
 
     def _enter_model(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if self.compiled.sees_hooks and torch.compiler.is_compiling():  # it is tracing this very call
+            torch.compiler.disable(self._enter_compiled)(unit, module, args)
+            return
         if self._depth and _graph_task() == -1:
             self._find_interrupted()
         self._enter(unit, module, args)
@@ -193,6 +180,10 @@ class Runtime:
             self._events.append(unit)
             self.residency.enter(unit.partitioned)
 
+    def _enter_compiled(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        self.compiled.hide(whole=True)
+        self._enter_model(unit, module, args)
+
     def _find_interrupted(self) -> None:
         """A forward that was interrupted (``KeyboardInterrupt``) has told no hook of it."""
         if self._depth and not is_called(self._running[0].module):
@@ -207,8 +198,7 @@ class Runtime:
         if _autocasts():
             # What autocast has cast in an earlier pass leads backward past this one, or was cast without gradients.
             torch.clear_autocast_cache()
-        if any(map(is_compiled, self._uncompiled)):
-            self.hide_from_compiler()
+        self.compiled.look()
         self._pass += 1
         self._pass_grad = torch.is_grad_enabled()
         self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None

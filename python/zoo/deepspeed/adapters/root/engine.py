@@ -269,7 +269,7 @@ class DeepSpeedEngine(Questions, nn.Module):
             )
         if compile_kwargs is not None and not isinstance(compile_kwargs, Mapping):
             raise ValueError(f"compile_kwargs={compile_kwargs!r}, a {type(compile_kwargs).__name__}; give a dict.")
-        self.engine.sharded.runtime.hide_from_compiler(whole=True)
+        self.engine.sharded.runtime.compiled.hide(whole=True)
         self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
 
     def destroy(self) -> None:

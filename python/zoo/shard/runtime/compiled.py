@@ -1,0 +1,53 @@
+"""What torch.compile sees of a model's hooks and parameters: no hook, and one class of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.parts.hooks import hide_from_compiler, is_compiled
+from zoo.shard.buckets import Bucket
+from zoo.shard.runtime.contexts import Unit
+
+
+class Compiled:
+    """Looks for modules that are compiled, before construction or at any time after it.
+
+    The compiler guards on classes of parameters. Each bucket has one of its own, so that equal modules would make a
+    graph each, and after some of them none: those of compiled modules have one in common.
+
+    Args:
+        model: whose modules may be compiled. hooks: handles of those on it. units, buckets: of it.
+
+    Attributes:
+        sees_hooks: the compiler would trace into them.
+    """
+
+    def __init__(self, model: nn.Module, hooks: list[Any], units: Sequence[Unit], buckets: Sequence[Bucket]) -> None:
+        self._model, self._hooks, self._units, self._buckets = model, hooks, units, buckets
+        self.sees_hooks = True
+        self._others = [unit.module for unit in units]  # that were not compiled when somebody looked
+        self.hide()
+
+    def look(self) -> None:
+        """A pass begins: has somebody compiled a unit?"""
+        if any(map(is_compiled, self._others)):
+            self.hide()
+
+    def hide(self, whole: bool = False) -> None:
+        """Hooks are hidden, and parameters of compiled modules have their class, where there are any. ``whole``: all of
+        the model is compiled, or will be."""
+        compiled = [m for m in self._model.modules() if whole or is_compiled(m)]
+        if not compiled:
+            return
+        if self.sees_hooks:
+            hide_from_compiler(self._hooks, torch.compiler.disable)
+            self.sees_hooks = False
+        self._others = [unit.module for unit in self._units if not is_compiled(unit.module)]
+        inside = {id(p) for module in compiled for p in module.parameters()}
+        for bucket in self._buckets:
+            if any(id(p) in inside for p in bucket.spec.parameters):
+                bucket.parameters.share_class()
