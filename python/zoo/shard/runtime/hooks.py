@@ -146,7 +146,7 @@ class Runtime:
 
     def _enter_model(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if self.compiled.sees_hooks and torch.compiler.is_compiling():  # it is tracing this very call
-            torch.compiler.disable(self._enter_compiled)(unit, module, args)
+            torch.compiler.disable(self._enter_compiled)(unit, module, args)  # type: ignore[no-untyped-call]
             return
         if self._depth and _graph_task() == -1:
             self._find_interrupted()
