@@ -37,7 +37,6 @@ from zoo.zero.state.optimizer_states import OptimizerStates
 from zoo.zero.state.saved import SavedState
 from zoo.zero.update.alike import Alike, Comparison
 from zoo.zero.update.clipping import Clipping, Nonfinite
-from zoo.zero.update.in_backward import UpdateInBackward
 from zoo.zero.update.instances import retire
 from zoo.zero.update.loss_scale import LossScaler, make_scaler
 from zoo.zero.update.probe import Tried, Wrapped, try_out
@@ -197,10 +196,13 @@ class ZeroOptimizer(SavedState):
             counts=not self.config.update_in_backward,
         )  # fmt: skip
         self.clipping.refuses = self._comparison.refuse
-        self._in_backward = (
-            UpdateInBackward(self.updater, self._options_of_update, self._publish, self.sharded.writes.take)
-            if self.config.update_in_backward else None
-        )  # fmt: skip
+        self._in_backward = None
+        if self.config.update_in_backward:
+            from zoo.zero.update.in_backward import UpdateInBackward
+
+            self._in_backward = UpdateInBackward(
+                self.updater, self._options_of_update, self._publish, sharded.writes.take
+            )
         reductions, early = self.runtime.reductions, self._in_backward
         reductions.follower = early
         reductions.begins = partial(self.updater.expect, weakref.ref(self)) if early is None else early.begin
