@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from zoo.nn.transformer.config import COMPUTE_DTYPES, TransformerLayerConfig
-from zoo.nn.transformer.function import Call, LayerFunction, Weights, forward_of
 from zoo.nn.transformer.saved import Kept
 
 Tensor = torch.Tensor
@@ -72,7 +71,7 @@ class TransformerLayer(nn.Module):
                 getattr(self, name).normal_(0.0, config.initializer_range)
             for name in ("attn_ow", "output_w"):
                 getattr(self, name).normal_(0.0, config.output_std)
-            for name in Weights._fields:
+            for name, _ in self.named_parameters(recurse=False):
                 if name.endswith(("nw", "norm_w")):
                     getattr(self, name).fill_(1.0)
                 elif name.endswith("b"):
@@ -102,6 +101,9 @@ class TransformerLayer(nn.Module):
             ValueError: a shape or dtype that cannot be; a zero in the weight of a normalisation that is inverted.
             NotImplementedError: the mask wants a gradient.
         """
+        # zoo-kernels may be missing where nobody runs a layer.
+        from zoo.nn.transformer.function import Call, LayerFunction, Weights, forward_of
+
         dtype = self._compute_dtype(hidden_states)
         self._check(hidden_states, attention_mask)
         config = self.layer_config
