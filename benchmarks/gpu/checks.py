@@ -347,6 +347,7 @@ CHECKS = (
     Check(
         name="packed linear", operators=("packed_linear", "packed_linear_backward"), cases=packed.linear_cases,
     ),
+    Check(name="packed linear, x in 8 bits", operators=("packed_linear",), cases=packed.int8_cases),
     Check(name="thin linear", operators=("thin_linear",), cases=decoding.thin_cases),
     Check(name="attention over a cache", operators=("cached_attention",), cases=decoding.attention_cases),
     Check(name="uniform numbers", operators=("uniform",), cases=decoding.uniform_cases),

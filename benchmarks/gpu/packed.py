@@ -68,6 +68,33 @@ def linear_cases(large: bool) -> Iterator[Case]:
                         yield Case(what=f"{what}, {tokens} tokens", args=args, operation=operation, reference=reference)
 
 
+def int8_cases(large: bool) -> Iterator[Case]:
+    """The same with x in 8 bits: numbers of any kind, since the order of sums is given."""
+    shapes = [(70, 48, 16), (64, 256, 64), (5, 144, 48), (33, 400, 80), *([(1031, 1024, 128)] if large else [])]
+    for dtype in DTYPES:
+        for bits in (8, 4):
+            for symmetric in (True, False):
+                for rows, columns, group in shapes:
+                    for tokens in (0, 1, 5):
+                        g = torch.Generator().manual_seed(tokens)
+                        numbers = torch.randn(rows, columns, generator=g)
+                        weight = pack_weight(numbers, bits=bits, group_size=group, symmetric=symmetric)
+                        of, how = weight[:3], weight[3:]
+
+                        def operation(x: Any, b: Any, q: Any, *of: Any, how: Any = how) -> Any:
+                            w = PackedWeight(q.clone(), of[0], of[1] if len(of) > 1 else None, *how)  # q is aligned
+                            return packed_linear(x, w, b, activations="int8"), packed_linear(x, w, activations="int8")
+
+                        def reference(x: Any, b: Any, q: Any, *of: Any, how: Any = how) -> Any:
+                            parts, ((rows, _), *rest) = (q, of[0], of[1] if len(of) > 1 else None), how
+                            return tuple(linear_reference(x, *parts, bias, rows, *rest, True) for bias in (b, None))
+
+                        x = torch.randn(tokens, columns, generator=g).to(dtype)
+                        args = (x, torch.randn(rows, generator=g).to(dtype), *(t for t in of if t is not None))
+                        what = f"{dtype}, {bits} bits, symmetric={symmetric}, W {rows} x {columns}, groups of {group}"
+                        yield Case(what=f"{what}, {tokens} tokens", args=args, operation=operation, reference=reference)
+
+
 def decode(bits: int, tokens: int = 4) -> Callable[[str, int], tuple[dict[str, Callable[[], Any]], int]]:
     """W of rows of 4,096 and few tokens, bf16, groups of 128; torch: W in bf16."""
 

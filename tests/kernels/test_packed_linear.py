@@ -316,6 +316,6 @@ def test_opcheck() -> None:
             weight = pack_weight(torch.randn(40, 48), bits=4, group_size=16, symmetric=symmetric)
             x, b = torch.randn(tokens, 48, requires_grad=True), torch.randn(40, requires_grad=True)
             q, scales, minima = weight[:3]
-            torch.library.opcheck(ops.packed_linear.default, (x, q, scales, minima, b, 40, 4, 16))
+            torch.library.opcheck(ops.packed_linear.default, (x, q, scales, minima, b, 40, 4, 16, False))
             dy = torch.randn(tokens, 40)
             torch.library.opcheck(ops.packed_linear_backward.default, (dy, q, scales, minima, 48, 4, 16))

@@ -34,6 +34,11 @@ bool found_dots() {
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 }
 
+bool found_int8_dots() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512vnni");
+}
+
 // Not every compiler knows the name of it.
 bool found_tiles() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -43,6 +48,7 @@ bool found_tiles() {
 #else
 
 bool found_dots() { return false; }
+bool found_int8_dots() { return false; }
 bool found_tiles() { return false; }
 
 #endif
@@ -51,6 +57,11 @@ bool found_tiles() { return false; }
 
 bool dots_bf16() {
   static const bool found = found_dots();
+  return found;
+}
+
+bool dots_int8() {
+  static const bool found = found_int8_dots();
   return found;
 }
 

@@ -41,6 +41,7 @@ enum Isa : int32_t { PORTABLE = 0, AVX2 = 1, AVX512 = 2 };
 
 Isa isa();                     // the one in use
 bool dots_bf16();              // this processor has AVX-512 BF16 and VBMI
+bool dots_int8();              // this processor has AVX-512 VNNI
 bool multiplies_bf16_tiles();  // this processor has AMX BF16
 
 }  // namespace zoo

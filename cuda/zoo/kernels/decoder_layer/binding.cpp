@@ -7,7 +7,7 @@
 //
 // There is no kernel here: each calls operators of this library, so that a layer costs Python two calls and not eleven,
 // and gives the bits of those operators called one by one. A product is that of thin_linear, or, with `codes` (rows,
-// bits, group size), that of packed_linear on (q, scales[, minima]).
+// bits, group size, 1 with x in 8 bits, else 0), that of packed_linear on (q, scales[, minima]).
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -38,17 +38,17 @@ at::Tensor multiply(const at::Tensor& x, const Product& p) {
         operator_of<at::Tensor(const at::Tensor&, at::TensorList, at::TensorList)>("zoo::thin_linear");
     return thin.call(x, p.weights, p.biases);
   }
-  TORCH_CHECK_VALUE(p.codes.size() == 3 && (p.weights.size() == 2 || p.weights.size() == 3) && p.biases.size() <= 1,
+  TORCH_CHECK_VALUE(p.codes.size() == 4 && (p.weights.size() == 2 || p.weights.size() == 3) && p.biases.size() <= 1,
                     "there are ", p.codes.size(), " numbers of codes, ", p.weights.size(), " tensors and ",
                     p.biases.size(),
-                    " biases; packed weights have (rows, bits, group size), (q, scales[, minima]) and "
-                    "at most one bias.");
+                    " biases; packed weights have (rows, bits, group size, int8 activations), "
+                    "(q, scales[, minima]) and at most one bias.");
   static const auto packed =
       operator_of<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const Optional&, const Optional&,
-                             int64_t, int64_t, int64_t)>("zoo::packed_linear");
+                             int64_t, int64_t, int64_t, bool)>("zoo::packed_linear");
   const Optional minima = p.weights.size() == 3 ? Optional(p.weights[2]) : std::nullopt;
   const Optional bias = p.biases.empty() ? std::nullopt : Optional(p.biases[0]);
-  return packed.call(x, p.weights[0], p.weights[1], minima, bias, p.codes[0], p.codes[1], p.codes[2]);
+  return packed.call(x, p.weights[0], p.weights[1], minima, bias, p.codes[0], p.codes[1], p.codes[2], p.codes[3] != 0);
 }
 
 at::Tensor norm_of(const at::Tensor& x, const at::Tensor& weight, double eps, bool plus_one) {

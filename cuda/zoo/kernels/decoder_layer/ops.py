@@ -9,7 +9,7 @@ import torch
 
 from zoo.kernels.decoder_layer import reference
 from zoo.kernels.operators import Operator
-from zoo.kernels.packed_linear import PackedWeight
+from zoo.kernels.packed_linear import Activations, PackedWeight, is_int8
 
 Tensor = torch.Tensor
 
@@ -22,13 +22,16 @@ class Product(NamedTuple):
     biases: list[Tensor]
     """(N,) each, or none; of codes one or none."""
     codes: list[int]
-    """Of codes N, bits and group size; else empty."""
+    """Of codes N, bits, group size, and 1 where x is multiplied in 8 bits, else 0; of weights empty."""
 
     @classmethod
-    def of_codes(cls, weight: PackedWeight, bias: Tensor | None = None) -> Product:
-        """Of a packed weight."""
+    def of_codes(
+        cls, weight: PackedWeight, bias: Tensor | None = None, *, activations: Activations = "exact"
+    ) -> Product:  # fmt: skip
+        """Of a packed weight. activations: as :func:`zoo.kernels.packed_linear.packed_linear` takes them."""
         parts = [t for t in (weight.q, weight.scales, weight.minima) if t is not None]
-        return cls(parts, [] if bias is None else [bias], [weight.shape[0], weight.bits, weight.group_size])
+        codes = [weight.shape[0], weight.bits, weight.group_size, int(is_int8(activations))]
+        return cls(parts, [] if bias is None else [bias], codes)
 
 
 class RmsNorm(NamedTuple):
@@ -181,10 +184,10 @@ def _check(x: Tensor, head_norms: Sequence[RmsNorm], heads: int, groups: int, qk
 def _check_products(products: Sequence[Product]) -> None:
     for product in products:
         if product.codes and not (
-            len(product.codes) == 3 and len(product.weights) in (2, 3) and len(product.biases) <= 1
+            len(product.codes) == 4 and len(product.weights) in (2, 3) and len(product.biases) <= 1
         ):
             raise ValueError(
                 f"there are {len(product.codes)} numbers of codes, {len(product.weights)} tensors and "
-                f"{len(product.biases)} biases; packed weights have (rows, bits, group size), (q, scales[, minima]) "
-                "and at most one bias."
+                f"{len(product.biases)} biases; packed weights have (rows, bits, group size, int8 activations), "
+                "(q, scales[, minima]) and at most one bias."
             )

@@ -68,7 +68,7 @@ def after_cache(
 def _product(x: Tensor, weights: list[Tensor], biases: list[Tensor], codes: list[int]) -> Tensor:
     if not codes:
         return thin_linears(x, weights, biases)
-    rows, bits, group_size = codes
+    rows, bits, group_size, int8 = codes
     q, scales, *minima = weights
     weight = PackedWeight(q, scales, minima[0] if minima else None, (rows, x.shape[-1]), bits, group_size)
-    return packed_linear(x, weight, biases[0] if biases else None)
+    return packed_linear(x, weight, biases[0] if biases else None, activations="int8" if int8 else "exact")

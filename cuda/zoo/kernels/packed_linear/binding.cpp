@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../common/operators.h"
+#include "int8_activations.h"
 #include "packed_linear.h"
 
 namespace zoo {
@@ -78,9 +79,21 @@ void by_tiles(const PackedWeight& w, const at::Tensor& x, const std::optional<at
   }
 }
 
+// y of x in 8 bits.
+void by_int8(PackedLinear c, const at::Tensor& x, const at::Tensor& y) {
+  const int64_t blocks = c.tokens * Int8Activations::blocks(c.w);
+  const KernelScratch<int8_t> codes(x, c.tokens * c.w.columns);
+  const KernelScratch<float> scales(x, blocks), group_sums(x, c.w.minima == nullptr ? 0 : c.tokens * c.w.groups());
+  const KernelScratch<int32_t> sums(x, blocks);
+  const Int8Activations made{codes.data(), scales.data(), sums.data(), group_sums.data()};
+  c.x = x.const_data_ptr();
+  c.y = y.mutable_data_ptr();
+  ZOO_LAUNCH(packed_linear_int8, x, c, made);
+}
+
 at::Tensor forward(const at::Tensor& given, const at::Tensor& q, const at::Tensor& scales,
                    const std::optional<at::Tensor>& minima, const std::optional<at::Tensor>& bias, int64_t rows,
-                   int64_t bits, int64_t group) {
+                   int64_t bits, int64_t group, bool int8_activations) {
   const at::Device device = zoo::device_of(given);
   check_device(given, "x", device);
   PackedLinear c{};
@@ -99,6 +112,10 @@ at::Tensor forward(const at::Tensor& given, const at::Tensor& q, const at::Tenso
   shape.back() = rows;
   at::Tensor y = new_tensor(x, shape, x.scalar_type());
   if (y.numel() == 0) return y;
+  if (int8_activations) {
+    by_int8(c, x, y);
+    return y;
+  }
   if (c.tokens > most_fused_tokens(c.dtype)) {
     by_tiles(c.w, x.view({m.rows, m.dim}), bias, y.view({m.rows, rows}));
     return y;
@@ -138,7 +155,7 @@ at::Tensor backward(const at::Tensor& given, const at::Tensor& q, const at::Tens
 ZOO_OPERATORS(define) {
   define(
       "packed_linear(Tensor x, Tensor q, Tensor scales, Tensor? minima, Tensor? bias, int rows, int bits, "
-      "int group_size) -> Tensor",
+      "int group_size, bool int8_activations) -> Tensor",
       forward);
   define(
       "packed_linear_backward(Tensor grad_y, Tensor q, Tensor scales, Tensor? minima, int columns, int bits, "

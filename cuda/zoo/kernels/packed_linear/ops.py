@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -12,9 +12,13 @@ from zoo.kernels.packed_linear import reference
 from zoo.kernels.packed_linear.packing import PackedWeight
 
 Tensor = torch.Tensor
+Activations = Literal["exact", "int8"]
+"""How x is multiplied: as it is, or rounded to 8 bits in blocks of 32."""
 
 
-def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def packed_linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, activations: Activations = "exact"
+) -> Tensor:  # fmt: skip
     """y = x·Wᵀ + b with W = q·s (+ lo), sums in fp32; differentiable, once, in x and b. W has no gradient.
 
     Few tokens are multiplied by the codes themselves, many by tiles of W as numbers where that is the faster way:
@@ -24,20 +28,38 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
         x: (..., K), of any strides, fp32, bf16 or fp16 (fp64 runs in the reference).
         weight: of :func:`pack_weight` or :func:`pack`, (N, K).
         bias: (N,), fp32, bf16 or fp16.
+        activations: "int8": x is rounded to 8 bits in blocks of 32, which changes y by more than rounding does, and
+            products are those of integers: ``int8_activations.h``. A row of y has the same bits among any other rows,
+            on each instruction set. The gradient of x is the one without.
 
     Returns:
         (..., N), of the dtype of x.
 
     Raises:
-        ValueError: a dtype, shape or device that cannot be; scales or minima that require a gradient.
+        ValueError: a dtype, shape or device that cannot be; scales or minima that require a gradient; other
+            activations.
     """
+    int8 = is_int8(activations)
     q, scales, minima, (rows, columns), bits, group_size = weight
     if x.dim() == 0 or x.shape[-1] != columns:
         raise ValueError(f"x has shape {tuple(x.shape)}; for W of shape {weight.shape} its last dim must be {columns}.")
     if scales.requires_grad or (minima is not None and minima.requires_grad):
         raise ValueError("scales or minima require a gradient; a packed weight has none: pass .detach().")
-    y: Tensor = _forward(x, q, scales, minima, bias, rows, bits, group_size, check=lambda: _check(x, "x", weight, bias))
+    y: Tensor = _forward(
+        x, q, scales, minima, bias, rows, bits, group_size, int8, check=lambda: _check(x, "x", weight, bias)
+    )
     return y
+
+
+def is_int8(activations: str) -> bool:
+    """Whether x is rounded to 8 bits.
+
+    Raises:
+        ValueError: the word is none of :data:`Activations`.
+    """
+    if activations not in get_args(Activations):
+        raise ValueError(f"activations={activations!r}; allowed are {' and '.join(map(repr, get_args(Activations)))}.")
+    return activations == "int8"
 
 
 def packed_linear_backward(grad_y: Tensor, weight: PackedWeight) -> Tensor:
@@ -54,7 +76,7 @@ def packed_linear_backward(grad_y: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, q, scales, minima, bias, rows, bits, group_size = inputs
+    x, q, scales, minima, bias, rows, bits, group_size, _ = inputs
     ctx.save_for_backward(q, scales, minima)
     ctx.how = (rows, x.shape[-1]), bits, group_size
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -68,7 +90,7 @@ def _gradient(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         sums = torch.promote_types(torch.float32, grad_y.dtype)
         grad_bias = grad_y.flatten(0, -2).sum(0, dtype=sums) if grad_y.dim() > 1 else grad_y
         grad_bias = grad_bias.to(ctx.bias_dtype)
-    return grad_x, None, None, None, grad_bias, None, None, None
+    return grad_x, None, None, None, grad_bias, None, None, None, None
 
 
 _forward = Operator(

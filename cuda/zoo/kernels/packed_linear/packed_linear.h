@@ -17,6 +17,8 @@
 // of
 //   x), times x by torch. dx is always made so.
 //
+// With x in 8 bits too, an option of the call: int8_activations.h.
+//
 // The CPU's fused way takes bf16 dot products where the processor has them (AVX-512 BF16 and VBMI; codes are exact in
 // bf16). Those take subnormal x for 0, and give 0 for sums below 2^-126. A y of an infinite or NaN x is infinite or
 // NaN; where |x|·c·G' passes 2^128, it may be. A scale or minimum that is infinite or NaN makes its row of y infinite
@@ -39,6 +41,10 @@
 //   packed_linear_kernel 256 threads, <= 128 registers, >= 16 warps
 //   packed_rest_kernel 32 threads, <= 64 registers, >= 32 warps
 //   packed_columns_kernel 256 threads, <= 56 registers, >= 32 warps
+//   packed_int8_codes_kernel 256 threads, <= 40 registers, >= 48 warps
+//   packed_int8_sums_kernel 256 threads, <= 40 registers, >= 48 warps
+//   packed_int8_kernel 256 threads, <= 64 registers, >= 32 warps
+//   packed_int8_rest_kernel 32 threads, <= 64 registers, >= 32 warps
 // q begins at a multiple of 16 bytes there.
 #pragma once
 

@@ -215,6 +215,12 @@ T exchanged(unsigned mask, T value, int (*from)(int, int, int), int argument, in
 
 }  // namespace zoo_emulator
 
+// c + Σ of four signed bytes of a times those of b.
+inline int32_t __dp4a(int32_t a, int32_t b, int32_t c) {
+  for (int i = 0; i < 32; i += 8) c += int32_t(int8_t(a >> i)) * int32_t(int8_t(b >> i));
+  return c;
+}
+
 inline void __syncthreads() { zoo_emulator::wait(zoo_emulator::AT_BARRIER); }
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { zoo_emulator::exchange(mask, 0); }
 
