@@ -7,8 +7,6 @@
 namespace zoo {
 namespace {
 
-constexpr int THREADS = 256;
-
 __global__ void __launch_bounds__(THREADS) uniform_kernel(Uniform c) {
   const int64_t blocks = c.blocks(), all = c.rows * blocks;
   for (int64_t at = int64_t(blockIdx.x) * THREADS + threadIdx.x; at < all; at += int64_t(gridDim.x) * THREADS) {
