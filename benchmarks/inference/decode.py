@@ -19,7 +19,7 @@ turns of ratios within a turn.
 - zoo: injected, ``generate`` of transformers untouched; loop: by ``zoo.inference.generate``; invariant: with
   ``invariant=True``.
 - int8, int4: the weights of linear layers, the head's too, in codes with a scale for 32 (``zoo.nn.pack_linears``),
-  injected, by ``zoo.inference.generate``. Activations stay fp32.
+  injected, by ``zoo.inference.generate``. Activations stay fp32; those of int8_a8 and int4_a8 are rounded to 8 bits.
 - llama_q8, llama_q4: llama.cpp of the package xllamacpp with Q8_0 and Q4_0, whose activations are rounded to 8 bits.
 - ao_int8, ao_int4: torchao's weight-only layers, compiled with the static cache; their head stays fp32.
 - batch: 8 rows at once; a token is one of one row.
@@ -52,8 +52,9 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "float32": FLOATS,
     "bfloat16": {"eager": EAGER} | {name: spec | {"dtype": "bfloat16"} for name, spec in FLOATS.items()},
     "codes": {
-        "eager": EAGER, "int8": LOOP | {"bits": 8}, "llama_q8": {"how": "llama", "kind": "Q8_0"},
-        "int4": LOOP | {"bits": 4}, "llama_q4": {"how": "llama", "kind": "Q4_0"},
+        "eager": EAGER, "int8": LOOP | {"bits": 8}, "int8_a8": LOOP | {"bits": 8, "activations": "int8"},
+        "llama_q8": {"how": "llama", "kind": "Q8_0"}, "int4": LOOP | {"bits": 4},
+        "int4_a8": LOOP | {"bits": 4, "activations": "int8"}, "llama_q4": {"how": "llama", "kind": "Q4_0"},
         "ao_int8": COMPILED | {"ao": 8}, "ao_int4": COMPILED | {"ao": 4},
     },
     "batch": {

@@ -32,7 +32,7 @@ def built(spec: dict[str, Any]) -> Any:
     if spec.get("bits"):
         from zoo.nn import pack_linears
 
-        pack_linears(model, bits=spec["bits"], group_size=GROUP)
+        pack_linears(model, bits=spec["bits"], group_size=GROUP, activations=spec.get("activations", "exact"))
     if spec.get("ao"):
         _to_torchao(model, spec["ao"])
     if spec.get("inject"):

@@ -179,7 +179,7 @@ def test_layers_are_packed_by_their_names() -> None:
         ({"quant": {"weight": {"enabled": False}}, **INT8}, ConfigError, "quant.weight.enabled is False"),
         ({"quant": (True, 8)}, ConfigError, "it is for dtype=torch.int8"),
         ({"quant": (8, True), **INT8}, ConfigError, r"a tuple is \(mlp_extra_grouping, groups\), as \(True, 8\)"),
-        ({"quant": {"activation": {"num_bits": 4}}, **INT8}, NotImplementedError, "activations as they are"),
+        ({"quant": {"activation": {"num_bits": 4}}, **INT8}, NotImplementedError, "activations are multiplied as"),
         ({"quant": {"weight": {"quantized_initialization": {"a": 1}}}}, NotImplementedError, "post_init_quant packs"),
         ({"quant": {"weight": {"post_init_quant": {"wrong": {}}}}}, ConfigError, "no linear layer has 'wrong'"),
         ({"quant": {"weight": {"post_init_quant": {"mlp": {}, "gate": {}}}}}, ConfigError, "'gate' and 'mlp' are both"),
@@ -192,6 +192,26 @@ def test_layers_are_packed_by_their_names() -> None:
 )  # fmt: skip
 def test_quantisation_that_cannot_be(fields: Any, error: type[Exception], told: str) -> None:
     refused(error, told, **fields)
+
+
+def test_activations_are_rounded_where_that_is_asked_for() -> None:
+    """``enabled`` is True by default, and rounds nothing."""
+    said: list[Any] = [{}, {"activation": {}}, {"activation": {"num_bits": 8}}, {"activation": {"enabled": False}}]
+    for quant in said:
+        model = model_of("Llama")
+        deepspeed.init_inference(model, **INT8, quant=quant)
+        assert {layer.activations for layer in packed(model).values()} == {"exact"}
+    model = model_of("Llama")
+    ids = prompts("right")
+    engine = deepspeed.init_inference(model, **INT8, quant={"activation": {"enabled": True}}, kernel_inject=True)
+    assert {layer.activations for layer in packed(model).values()} == {"int8"}
+    exact = deepspeed.init_inference(model_of("Llama"), **INT8, kernel_inject=True)
+    with torch.no_grad():
+        assert not torch.equal(engine(**ids).logits, exact(**ids).logits)
+    model = model_of("Llama")
+    how = {"weight": {"post_init_quant": {"mlp": {}}}, "activation": {"enabled": True}}
+    deepspeed.init_inference(model, **FP32, quant=how)
+    assert {layer.activations for layer in packed(model).values()} == {"int8"}
 
 
 def test_a_model_without_a_layer_for_codes() -> None:

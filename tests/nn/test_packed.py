@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from torch import nn
 
-from zoo.kernels.packed_linear import pack_weight, unpack_weight
+from zoo.kernels.packed_linear import pack_weight, packed_linear, unpack_weight
 from zoo.nn import PackedLinear, pack_linears
 
 
@@ -56,6 +56,27 @@ def test_it_multiplies_by_the_nearest_codes(bits: int, group: int | None, symmet
     assert isinstance(model.words.weight, nn.Parameter)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_activations_in_8_bits_are_asked_for_and_kept(bits: int) -> None:
+    torch.manual_seed(0)
+    exact, model = Tied(), Tied()
+    model.load_state_dict(exact.state_dict())
+    pack_linears(exact, bits=bits)
+    pack_linears(model, bits=bits, activations="int8")
+    x = torch.randn(5, 32)
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(exact.state_dict())  # codes alone: how x is multiplied is none of its
+    for one in (model, copied):
+        assert one.odd.activations == "int8"
+        assert "activations=int8" in repr(one.odd)
+        assert torch.equal(one.odd(x), packed_linear(x, one.odd.packed, activations="int8"))
+        assert not torch.equal(one.odd(x), exact.odd(x))
+        torch.testing.assert_close(one.odd(x), exact.odd(x), rtol=0, atol=0.05)
+    assert exact.odd.activations == "exact"
+    assert "activations" not in repr(exact.odd)
+    assert list(model.state_dict()) == list(exact.state_dict())
+
+
 def test_what_is_left_out_stays() -> None:
     model = Tied()
     left = pack_linears(model, leave_out=["*head", "first"])
@@ -74,6 +95,8 @@ def test_what_cannot_be_codes_is_told_before_anything_changes() -> None:
     for options in ({"bits": 3}, {"group_size": 24}, {"group_size": 0}, {"bits": 8.0}, {"group_size": 32.0}):
         with pytest.raises(ValueError, match="bits are 8 or 4, a group a multiple of 16"):
             pack_linears(model, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="activations='fp8'; allowed are 'exact' and 'int8'"):
+        pack_linears(model, activations="fp8")  # type: ignore[arg-type]
     with torch.no_grad():
         model.odd.weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match="the weight of odd has NaN or infinite elements"):

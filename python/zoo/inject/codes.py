@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zoo.kernels.packed_linear import PackedWeight, packed_linear
+from zoo.kernels.packed_linear import Activations, PackedWeight, packed_linear
 from zoo.kernels.packed_linear.packing import ROWS
 from zoo.kernels.thin_linear import FEW
 from zoo.nn import PackedLinear
@@ -19,10 +19,12 @@ class Joined:
     """Packed matrices of one product whose codes lie one behind the other, so that it is one call.
 
     Attributes:
+        activations: how x is multiplied, by all of them.
         parts: each with its codes, scales and minima, views of those of ``weight``, and the bytes at which they begin.
     """
 
     weight: PackedWeight
+    activations: Activations
     parts: tuple[tuple[PackedLinear, tuple[tuple[str, torch.Tensor | None, int], ...]], ...]
 
     def intact(self) -> bool:
@@ -52,7 +54,10 @@ def joined(matrices: tuple[nn.Module, ...]) -> Joined | None:
         return None
     several: list[PackedLinear] = [one for one in matrices if isinstance(one, PackedLinear)]
     first = several[0]
-    kinds = {(one.bits, one.group_size, one.minima is None, one.in_features, one.q.device) for one in several}
+    kinds = {
+        (one.bits, one.group_size, one.minima is None, one.in_features, one.q.device, one.activations)
+        for one in several
+    }  # fmt: skip
     # Rows of another number than whole blocks have an order of their own at the end.
     ragged = any(one.out_features % ROWS for one in several[:-1])
     if len(kinds) > 1 or ragged or any(one.left is not None or one.q.is_meta for one in several):
@@ -71,13 +76,15 @@ def joined(matrices: tuple[nn.Module, ...]) -> Joined | None:
     q, scales, minima = alls
     shape = (sum(one.out_features for one in several), first.in_features)
     weight = PackedWeight(q, scales, minima, shape, first.bits, first.group_size)  # type: ignore[arg-type]
-    return Joined(weight, tuple((one, tuple(of)) for one, of in zip(several, views, strict=True)))
+    return Joined(weight, first.activations, tuple((one, tuple(of)) for one, of in zip(several, views, strict=True)))
 
 
-def by_codes(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, *, invariant: bool) -> torch.Tensor:
+def by_codes(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activations: Activations, *, invariant: bool
+) -> torch.Tensor:  # fmt: skip
     """y = x·Wᵀ + b. invariant: by as many tokens at a time as are never multiplied in another way."""
     tokens = x.numel() // max(x.shape[-1], 1)
-    if not invariant or tokens <= FEW:
-        return packed_linear(x, weight, bias)
+    if not invariant or tokens <= FEW or activations == "int8":  # those bits depend on no other token
+        return packed_linear(x, weight, bias, activations=activations)
     rows = torch.split(x.reshape(tokens, x.shape[-1]), FEW)
     return torch.cat([packed_linear(one, weight, bias) for one in rows]).view(*x.shape[:-1], weight.shape[0])

@@ -262,7 +262,7 @@ def _product(pieces: Pieces, x: Tensor, matrices: tuple[Matrix, ...], *, thin: b
     them; codes by their kernel."""
     joined = pieces.joint.get(matrices)
     if joined is not None and joined.intact():
-        return by_codes(x, joined.weight, joined.bias(), invariant=invariant)
+        return by_codes(x, joined.weight, joined.bias(), joined.activations, invariant=invariant)
     dense = [one for one in matrices if not isinstance(one, PackedLinear)]
     if thin and len(dense) == len(matrices):
         weights, biases = [one.weight.contiguous() for one in dense], [one.bias for one in dense]
@@ -270,7 +270,7 @@ def _product(pieces: Pieces, x: Tensor, matrices: tuple[Matrix, ...], *, thin: b
     if invariant:
         found = [
             thin_linear(x, one.weight.contiguous(), one.bias) if not isinstance(one, PackedLinear)
-            else by_codes(x, one.packed, one.bias, invariant=True) if one.left is None
+            else by_codes(x, one.packed, one.bias, one.activations, invariant=True) if one.left is None
             else one(x)  # what stands beside codes since it was injected is multiplied by torch
             for one in matrices
         ]  # fmt: skip
@@ -360,7 +360,7 @@ class PackedHead(Injected):
         if state is None or not is_plain() or type(x) is not Tensor or own.left is not None:
             found: Tensor = _own(self, PackedHead)(x)
             return found
-        return by_codes(x, own.packed, own.bias, invariant=state.invariant)
+        return by_codes(x, own.packed, own.bias, own.activations, invariant=state.invariant)
 
 
 class Normed(Injected):

@@ -199,11 +199,11 @@ class Pieces:
             return Product(weights, biases, [])
         joint = self.joint.get(matrices)
         if joint is not None and joint.intact():
-            return Product.of_codes(joint.weight, joint.bias())
+            return Product.of_codes(joint.weight, joint.bias(), activations=joint.activations)
         only = matrices[0]
         if len(matrices) > 1 or only.left is not None:
             return None
-        return Product.of_codes(only.packed, only.bias)
+        return Product.of_codes(only.packed, only.bias, activations=only.activations)
 
     @cached_property
     def order(self) -> torch.Tensor | None:

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.kernels.packed_linear import PackedWeight, pack, pack_weight, packed_linear, unpack, unpack_weight
+from zoo.kernels.packed_linear import (
+    Activations,
+    PackedWeight,
+    is_int8,
+    pack,
+    pack_weight,
+    packed_linear,
+    unpack,
+    unpack_weight,
+)
 from zoo.parts import has_user_hooks
 
 Tensor = torch.Tensor
@@ -30,7 +39,12 @@ class PackedLinear(nn.Module):
     Args:
         weight: packed.
         bias: (N,), or None. A parameter that is not trained is not trained here.
-        low_rank: U (N, rank) and V (rank, K).
+        low_rank: U (N, rank) and V (rank, K). They multiply x as it is.
+        activations: "int8": Ŵ multiplies x rounded to 8 bits in blocks of 32, which costs accuracy and is faster where
+            few tokens are multiplied. A ``state_dict`` does not have it.
+
+    Raises:
+        ValueError: other activations.
     """
 
     q: Tensor
@@ -41,9 +55,12 @@ class PackedLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, weight: PackedWeight, bias: Tensor | None = None, low_rank: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+        self, weight: PackedWeight, bias: Tensor | None = None, low_rank: tuple[Tensor, Tensor] | None = None, *,
+        activations: Activations = "exact",
+    ) -> None:  # fmt: skip
         super().__init__()
+        is_int8(activations)
+        self._activations: Activations = activations
         self.out_features, self.in_features = weight.shape
         self.bits, self.group_size = weight.bits, weight.group_size
         self.register_buffer("q", weight.q)
@@ -63,6 +80,11 @@ class PackedLinear(nn.Module):
         return PackedWeight(self.q, self.scales, self.minima, shape, self.bits, self.group_size)
 
     @property
+    def activations(self) -> Activations:
+        """How x is multiplied: "exact" or "int8"."""
+        return self._activations
+
+    @property
     def num_bytes(self) -> int:
         """Of codes, numbers of groups, compensation and bias."""
         parts = (self.q, self.scales, self.minima, self.left, self.right, self.bias)
@@ -70,7 +92,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y."""
-        y = packed_linear(x, self.packed, self.bias)
+        y = packed_linear(x, self.packed, self.bias, activations=self._activations)
         if self.left is not None and self.right is not None:
             thin = x.float() @ self.right.T
             y = y + (thin @ self.left.T).to(y.dtype)
@@ -87,6 +109,7 @@ class PackedLinear(nn.Module):
         """Sizes."""
         kind = "symmetric" if self.minima is None else "with minima"
         more = "" if self.left is None else f", low_rank={self.left.shape[1]}"
+        more += "" if self._activations == "exact" else f", activations={self._activations}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"bits={self.bits}, group_size={self.group_size}, {kind}{more}"
@@ -133,7 +156,7 @@ class PackedLinear(nn.Module):
 
 def pack_linears(
     model: nn.Module, *, bits: int = 8, group_size: int | None = 32, symmetric: bool = True,
-    leave_out: Sequence[str] = (),
+    leave_out: Sequence[str] = (), activations: Activations = "exact",
 ) -> dict[str, str]:  # fmt: skip
     """Put a :class:`PackedLinear` in the place of each ``nn.Linear``; weights are rounded to the nearest codes.
 
@@ -144,19 +167,21 @@ def pack_linears(
     Args:
         bits, group_size, symmetric: as :func:`zoo.kernels.packed_linear.pack_weight` takes them.
         leave_out: patterns of names, as :mod:`fnmatch` reads them, of layers that stay as they are.
+        activations: as :class:`PackedLinear` takes them.
 
     Returns:
         Linear layers that stay as they are, by name, and why; it is logged too.
 
     Raises:
-        ValueError: a pattern fits no layer; bits or a group size that cannot be; no layer can be packed; a weight has
-            NaN or infinite elements. Nothing is changed then.
+        ValueError: a pattern fits no layer; bits, a group size or activations that cannot be; no layer can be packed; a
+            weight has NaN or infinite elements. Nothing is changed then.
     """
     whole = type(bits) is int and (group_size is None or type(group_size) is int)
     if not whole or bits not in (4, 8) or not (group_size is None or (group_size >= 16 and group_size % 16 == 0)):
         raise ValueError(
             f"bits={bits!r}, group_size={group_size!r}; bits are 8 or 4, a group a multiple of 16, or None for rows."
         )
+    is_int8(activations)
     if isinstance(leave_out, str):
         raise ValueError(f"leave_out={leave_out!r}; it must be a list of patterns, such as [{leave_out!r}].")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -181,7 +206,7 @@ def pack_linears(
         raise ValueError(f"no layer of {type(model).__name__} can be packed. {reasons or 'It has no linear layers'}.")
     names = [name for name in layers if name not in left]
     del layers, module, read  # each dense weight goes as soon as there are codes of it
-    _pack(model, names, bits, group_size, symmetric)
+    _pack(model, names, activations, bits=bits, group_size=group_size, symmetric=symmetric)
     if left:
         logger.info("%s: not packed: %s", type(model).__name__, left)
     return left
@@ -203,7 +228,7 @@ def _not_packed(module: nn.Linear, group_size: int | None) -> str:
     return ""
 
 
-def _pack(model: nn.Module, names: Sequence[str], bits: int, group_size: int | None, symmetric: bool) -> None:
+def _pack(model: nn.Module, names: Sequence[str], activations: Activations, **how: Any) -> None:
     for name in names:
         if not bool(model.get_parameter(f"{name}.weight").detach().isfinite().all()):
             raise ValueError(f"the weight of {name} has NaN or infinite elements, which codes have not.")
@@ -216,12 +241,9 @@ def _pack(model: nn.Module, names: Sequence[str], bits: int, group_size: int | N
     for name in names:
         module = model.get_submodule(name)
         own: nn.Parameter = module.weight  # type: ignore[assignment]
-        if id(own) in known:
-            weight = known[id(own)][1]
-        else:
-            weight = pack_weight(own.detach(), bits=bits, group_size=group_size, symmetric=symmetric)
+        weight = known[id(own)][1] if id(own) in known else pack_weight(own.detach(), **how)
         if owners[id(own)] > 1:
             known[id(own)] = own, weight
-        made = PackedLinear(weight, module._parameters["bias"]).train(module.training)
+        made = PackedLinear(weight, module._parameters["bias"], activations=activations).train(module.training)
         for above, last in places[id(module)]:
             setattr(above, last, made)

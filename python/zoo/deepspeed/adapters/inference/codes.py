@@ -11,6 +11,7 @@ from torch import nn
 
 from zoo.config import ConfigError
 from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig, InferenceQuantizationConfig
+from zoo.kernels.packed_linear import Activations
 from zoo.registry.errors import near
 
 _SIZES = 32, 16
@@ -28,7 +29,8 @@ def pack(model: nn.Module, settings: DeepSpeedInferenceConfig) -> dict[str, str]
 
     Layers that are packed already stay so. ``q_groups`` is the least number of groups of a matrix: a group has 32
     elements of a row, or 16 where that needs more. ``mlp_extra_grouping`` asks for twice as many of matrices of
-    perceptrons: by their names, or four times as long one way as the other.
+    perceptrons: by their names, or four times as long one way as the other. Activations are multiplied as they are,
+    unless ``quant.activation.enabled`` is given, and True: then they are rounded to 8 bits.
 
     Returns:
         Linear layers that stay as they are, by name, and why.
@@ -36,7 +38,7 @@ def pack(model: nn.Module, settings: DeepSpeedInferenceConfig) -> dict[str, str]
     Raises:
         ConfigError: a matrix cannot have so many groups, or a name of ``post_init_quant`` is that of no layer.
     """
-    left = pack_named(model, settings.quant.weight.post_init_quant)
+    left = pack_named(model, settings.quant.weight.post_init_quant, activations_of(settings.quant))
     if settings.dtype is torch.int8:
         left |= _pack_all(model, settings.quant)
     return left
@@ -49,6 +51,12 @@ def check(model: nn.Module, settings: DeepSpeedInferenceConfig) -> None:
         _by_size(model, settings.quant)
 
 
+def activations_of(quant: InferenceQuantizationConfig) -> Activations:
+    """How codes multiply activations. That ``enabled`` is True by default asks for nothing: numbers would change."""
+    asked = "activation" in quant.model_fields_set and "enabled" in quant.activation.model_fields_set
+    return "int8" if quant.enabled and asked and quant.activation.enabled else "exact"
+
+
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
@@ -57,7 +65,8 @@ def _pack_all(model: nn.Module, quant: InferenceQuantizationConfig) -> dict[str,
     sizes, left = _by_size(model, quant)
     symmetric = quant.weight.q_type == "symmetric"
     for size, names in sizes.items():
-        left |= _pack(model, names, bits=quant.weight.num_bits, group_size=size, symmetric=symmetric)
+        how = {"bits": quant.weight.num_bits, "group_size": size, "symmetric": symmetric}
+        left |= _pack(model, names, **how, activations=activations_of(quant))
     return left
 
 
@@ -144,11 +153,14 @@ def _by_name(model: nn.Module, given: Mapping[str, Any]) -> dict[str, tuple[dict
     return found
 
 
-def pack_named(model: nn.Module, given: Mapping[str, Any]) -> dict[str, str]:
+def pack_named(
+    model: nn.Module, given: Mapping[str, Any], activations: Activations = "exact"
+) -> dict[str, str]:  # fmt: skip
     """``post_init_quant``: part of a name → how the layers with it are packed; what :func:`pack` returns and raises."""
     left: dict[str, str] = {}
     for said, names in _by_name(model, given).values():
         left |= _pack(
-            model, names, bits=said["num_bits"], group_size=said["group_size"], symmetric=bool(said["symmetric"])
+            model, names, bits=said["num_bits"], group_size=said["group_size"], symmetric=bool(said["symmetric"]),
+            activations=activations,
         )  # fmt: skip
     return left

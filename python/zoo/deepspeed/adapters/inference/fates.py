@@ -89,8 +89,8 @@ def _check_quant(settings: DeepSpeedInferenceConfig, tp: int) -> None:
         )
     if quant.activation.enabled and quant.activation != default.activation:
         raise NotImplementedError(
-            f"quant.activation={quant.activation!r}: codes of weights are multiplied by activations as they are, which "
-            "rounds nothing more. Leave it out, or set enabled to False."
+            f"quant.activation={quant.activation!r}: activations are multiplied as they are, or, with enabled=True "
+            "alone, rounded to 8 bits, symmetric, in blocks of 32. Leave the rest out, or set enabled to False."
         )
     if packs and not (quant.enabled and weight.enabled):
         where = "quant.weight.enabled" if quant.enabled else "quant.enabled"
