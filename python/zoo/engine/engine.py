@@ -369,6 +369,16 @@ class Engine:
     report = _of("records", Records.report)
     request_stop = _of("records", Records.request_stop)
 
+    def compile(self, backend: Any = "inductor", **options: Any) -> None:
+        """Compile the model unit by unit, by torch.compile: what gathers and reduces runs between the graphs, and equal
+        units (the blocks of a model) have one. At every stage, at any time. Other parts of the model run as they are;
+        a graph of all of it is ``engine.module.compile()``, which breaks where a unit begins and ends.
+
+        Args:
+            backend, options: as of ``torch.compile``.
+        """
+        self.sharded.runtime.compiled.compile_units(backend=backend, **options)
+
     def zero_grad(self) -> None:
         """Drop the gradients of a step that has begun; its micro-batches do not count, but for one whose backward is to
         come."""

@@ -11,6 +11,7 @@ import torch._dynamo
 from torch import nn
 
 from zoo import sim
+from zoo.engine import initialize
 from zoo.shard.guard import CompiledParameter
 from zoo.zero import ZeroOptimizer
 
@@ -183,3 +184,32 @@ def test_a_whole_model_is_compiled_after_construction(stage: int, how: str) -> N
     for (found, state), (right, other) in zip(compiled, plain, strict=True):
         assert found == right
         assert all(torch.equal(state[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_compiles_unit_by_unit(stage: int) -> None:
+    def fn(rank: int, backend: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        document = {
+            "train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }  # fmt: skip
+        engine, *_ = initialize(document, Stack())
+        losses = []
+        for step in range(3):
+            if step == 1 and backend is not None:
+                engine.compile(backend)
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return losses, engine.optimizer.consolidated_parameters()
+
+    counted = Counted()
+    torch._dynamo.utils.counters.clear()
+    ((found, state),) = sim.run(1, lambda rank: fn(rank, counted))
+    assert counted.graphs == 1  # of the blocks; the first layer has nothing to be joined with
+    assert not torch._dynamo.utils.counters["graph_break"]
+    ((right, other),) = sim.run(1, lambda rank: fn(rank, None))
+    assert all(map(torch.equal, found, right))
+    assert all(torch.equal(state[name], other[name]) for name in other)

@@ -51,3 +51,14 @@ class Compiled:
         for bucket in self._buckets:
             if any(id(p) in inside for p in bucket.spec.parameters):
                 bucket.parameters.share_class()
+
+    def compile_units(self, **options: Any) -> int:
+        """``module.compile(**options)`` of each unit that has no other one inside and is more than one layer: hooks run
+        outside of the graphs, and equal units have one. Where there is none, of the model. How many there are."""
+        above = {other for unit in self._units for other in unit.within}
+        inner = [unit.module for unit in self._units if unit.name and unit not in above]
+        inner = [module for module in inner if any(True for _ in module.children())]
+        for module in inner or [self._model]:
+            module.compile(**options)
+        self.hide(whole=not inner)
+        return len(inner)

@@ -56,6 +56,7 @@ class Questions(QuestionsOfFeatures):
     engine: Engine
     optimizer: Any
     _document: dict[str, Any]
+    _is_compiled: bool
     mpu: Any
     is_pipeline = pipeline_parallelism = False
     loaded_checkpoint_dp_world_size = loaded_checkpoint_mp_world_size = None
@@ -343,7 +344,7 @@ class Questions(QuestionsOfFeatures):
     @property
     def is_compiled(self) -> bool:
         """Whether :meth:`compile` was called."""
-        return getattr(self.engine.module, "_compiled_call_impl", None) is not None
+        return self._is_compiled or getattr(self.engine.module, "_compiled_call_impl", None) is not None
 
 
 def _axis(mesh: Any, name: str) -> int:

@@ -49,7 +49,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._dropped_within_a_step = False
         self._inside = ""  # which of no_sync() and coalesce_grad_reduction()
-        self._stepping = False
+        self._stepping = self._is_compiled = False
         self._asked_schedule: tuple[Any, str | None] = None, None
         self.tput_timer = throughput_timer(self._document, engine)
         if not self.managed_gradient_accumulation():
@@ -257,7 +257,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:  # fmt: skip
-        """``engine.module.compile()``, at every stage.
+        """The model's units, at every stage: see :meth:`zoo.engine.Engine.compile`.
 
         Raises:
             NotImplementedError: with ``schedule`` or ``compiled_autograd_enabled``.
@@ -269,8 +269,8 @@ class DeepSpeedEngine(Questions, nn.Module):
             )
         if compile_kwargs is not None and not isinstance(compile_kwargs, Mapping):
             raise ValueError(f"compile_kwargs={compile_kwargs!r}, a {type(compile_kwargs).__name__}; give a dict.")
-        self.engine.sharded.runtime.compiled.hide(whole=True)
-        self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
+        self.engine.compile(**{"backend": backend, **(compile_kwargs or {})})
+        self._is_compiled = True
 
     def destroy(self) -> None:
         """Close what the engine has opened; the model is an ordinary one again, and trainable where ``initialize`` has
