@@ -393,3 +393,10 @@ def table_of(buckets: Sequence[Bucket]) -> str:
             f"{bucket.active:>7}  {bucket.label}  ({bucket.placements})"
         )
     return "\n".join(rows)
+
+
+def bucket_of(parameter: Any) -> Bucket | None:
+    """That a parameter is in under an optimizer, or in a model that is split without one; None for any other, those of
+    ``Init`` that nobody has taken over too."""
+    bucket: Bucket | None = getattr(parameter, "_zoo_bucket", None)
+    return bucket if bucket is not None and bucket.parameter_class is None else None

@@ -12,6 +12,7 @@ from torch import nn
 from zoo.comm import RankFailedError, raise_in_next
 from zoo.comm.failures import sentence_of
 from zoo.shard.agreement import CONSTRUCTION, agree, agree_on_kernels
+from zoo.shard.buckets import bucket_of
 from zoo.shard.collectives.choice import cannot_be_left, choose_routes
 from zoo.shard.collectives.routes import Routes
 from zoo.shard.config import ZeroConfig
@@ -96,7 +97,7 @@ def choose(
 
 def told_of_parts(error: BaseException, module: nn.Module) -> BaseException:
     """The error of a construction, which says where of the module only parts are left."""
-    lost = [name for name, p in module.named_parameters() if getattr(p, "_zoo_bucket", None) is not None]
+    lost = [name for name, p in module.named_parameters() if bucket_of(p) is not None]
     if not lost or not isinstance(error, Exception):
         return error
     text = (

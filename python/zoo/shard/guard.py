@@ -263,7 +263,9 @@ _BODY: dict[str, Any] = {
     "copy_": _copy_,
     "__deepcopy__": _deepcopy,
 }
-CompiledParameter: Any = type("CompiledParameter", (ShardedParameter,), {**_BODY, "__getitem__": _getitem})
+CompiledParameter: Any = type(
+    "CompiledParameter", (ShardedParameter,), {**_BODY, "__getitem__": _getitem, "_zoo_bucket": None}
+)
 """The class of parameters of all buckets that modules have which are compiled."""
 
 

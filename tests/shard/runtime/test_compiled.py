@@ -213,3 +213,17 @@ def test_an_engine_compiles_unit_by_unit(stage: int) -> None:
     ((right, other),) = sim.run(1, lambda rank: fn(rank, None))
     assert all(map(torch.equal, found, right))
     assert all(torch.equal(state[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_optimizers_that_get_whole_tensors_know_parameters_of_compiled_blocks(stage: int) -> None:
+    model: Any = Stack()
+    compile_blocks(model, "eager")
+    optimizer = ZeroOptimizer(model, stage=stage, optimizer=torch.optim.Adafactor, lr=0.1)  # one process: not split
+    optimizer.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    assert optimizer.state[model.blocks[2].up.weight].keys()
+    with pytest.raises(ValueError, match=r"already|taken|optimizer"):
+        ZeroOptimizer(model, stage=stage, lr=0.1)
+    optimizer.close()
+    ZeroOptimizer(model, stage=stage, lr=0.1).close()

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from zoo.shard.buckets import bucket_of
+
 _KEY = "_zoo_external_parameters"
 
 
@@ -63,6 +65,6 @@ def registered(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _apply(module: nn.Module, parameter: nn.Parameter, *, present: bool) -> bool:
-    bucket = getattr(parameter, "_zoo_bucket", None)
+    bucket = bucket_of(parameter)
     owner = bucket.owner() if bucket is not None else None
     return owner is not None and owner.runtime.set_external(module, bucket, present=present)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from zoo.comm import together
-from zoo.shard.buckets import Bucket
+from zoo.shard.buckets import Bucket, bucket_of
 from zoo.shard.gradients import BucketGradients
 from zoo.shard.guard import ShardedParameter
 from zoo.shard.values.whole import Pieces, share_range
@@ -75,7 +75,7 @@ class _Place:
 
 
 def _find(param: Any) -> _Place:
-    bucket = getattr(param, "_zoo_bucket", None)
+    bucket = bucket_of(param)
     if bucket is None:
         why = (
             "zoo.zero.Init partitioned it, and no optimizer has it yet"

@@ -10,6 +10,7 @@ from torch import nn
 
 import zoo.deepspeed.adapters.zero.parameters  # noqa: F401 (gives parameters of stage 3 their attributes)
 from zoo import zero
+from zoo.shard.buckets import bucket_of
 
 
 class DeprecatedException(Exception):
@@ -21,7 +22,7 @@ def _is_known(name: str, param: Any) -> bool:
         raise ValueError(
             f"{name} got {param!r}, a {type(param).__name__}; give it the parameter, as model.layer.weight."
         )
-    return getattr(param, "_zoo_bucket", None) is not None
+    return bucket_of(param) is not None
 
 
 def _whole(read: Callable[..., Any]) -> Callable[..., Any]:
