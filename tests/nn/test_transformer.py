@@ -124,7 +124,8 @@ def test_dropout_is_the_same_in_forward_and_backward() -> None:
             return out
 
         x = values(2, 3, 6, seed=1).requires_grad_()
-        assert torch.autograd.gradcheck(run, (x, *(p.detach().requires_grad_() for p in layer.parameters())))
+        given = (x, *(p.detach().requires_grad_() for p in layer.parameters()))
+        assert torch.autograd.gradcheck(run, given, fast_mode=True)  # along directions drawn at random
 
 
 @pytest.mark.parametrize("pre", [True, False])
