@@ -5,12 +5,11 @@
 //   dropout alone   y = k·x     dx = k·dy
 //
 // word(i) is the random word of element i of x, counted over all of it (common/philox.h), so the mask is the same on
-// every device and is computed again in the backward instead of being kept. Dropout alone counts from `first` on: x may be a part of a
-// tensor, whose mask it gets. p·2^32 is rounded up to an integer: an
-// element is dropped with probability p to 2^-32. With p = 0, as in evaluation, no word is made and out = r + (x + b);
-// where p·2^32 rounds up to 2^32, as for p = 1, everything is dropped. k is rounded to fp32 once. A dropped element
-// contributes +0, whatever it was: a NaN or infinity that is dropped is gone. All other arithmetic is fp32 in the order
-// written; the sum is a column sum.
+// every device and is computed again in the backward instead of being kept. Dropout alone counts from `first` on: x may
+// be a part of a tensor, whose mask it gets. p·2^32 is rounded up to an integer: an element is dropped with probability
+// p to 2^-32. With p = 0, as in evaluation, no word is made and out = r + (x + b); where p·2^32 rounds up to 2^32, as
+// for p = 1, everything is dropped. k is rounded to fp32 once. A dropped element contributes +0, whatever it was: a NaN
+// or infinity that is dropped is gone. All other arithmetic is fp32 in the order written; the sum is a column sum.
 //
 // Memory contract. x, r, out and their gradients: (T, D), contiguous, of one format. b and db: (D,), any format.
 // Forward reads x and r and writes out; backward reads dy and writes dx, and keeps D floats for each 64 rows; dropout

@@ -38,8 +38,8 @@ void uniform(const Uniform& c) {
       words_of(c, uint64_t(c.places[row]), first, word);
       double* const to = c.u + row * c.count + 4 * first;
       const int64_t left = c.count - 4 * first;
-      for (int64_t i = 0; i < (left < 4 * TOGETHER ? left : 4 * TOGETHER); ++i)
-        to[i] = (double(word[i % 4][i / 4]) + 0.5) * 0x1p-32;
+      for (int j = 0; j < TOGETHER; ++j)
+        for (int k = 0; k < 4 && 4 * j + k < left; ++k) to[4 * j + k] = (double(word[k][j]) + 0.5) * 0x1p-32;
     }
   });
 }
