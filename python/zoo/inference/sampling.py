@@ -124,16 +124,10 @@ class Sampling:
                     f"the greatest logit of row {row} is {greatest}: there are no probabilities to draw from."
                 )
         if self.top_p == 1 and (self.top_k == 0 or self.top_k >= logits.shape[1]):
-            return self._pick_of_all(logits, [name << 32 | place for name, place in zip(names, drawn, strict=True)])
+            rows = zip(logits, names, drawn, strict=True)
+            return torch.stack([(self._scaled(z) + self._noise_from(0, name, i, z)).argmax() for z, name, i in rows])
         rows = zip(logits, names, drawn, strict=True)
         return torch.stack([self._pick(row, sequence, position) for row, sequence, position in rows])
-
-    def _pick_of_all(self, logits: Tensor, places: Sequence[int]) -> Tensor:
-        found = []
-        for row, place in zip(logits, places, strict=True):  # one by one: the bits of log hang on where vectors end
-            (u,) = uniform(torch.tensor([place], device=logits.device), self.seed, len(row))
-            found.append((self._scaled(row) + u.log_().neg_().log_().neg_()).argmax())
-        return torch.stack(found)
 
     def _best_of_part(
         self, logits: Tensor, names: Sequence[int], drawn: Sequence[int], start: int
@@ -146,9 +140,8 @@ class Sampling:
         else:
             check_places("sequences", names)
             check_places("positions", drawn)
-            tokens = torch.arange(start, start + logits.shape[1], device=logits.device)
             scores = torch.stack([
-                row.double() / self.temperature + self.noise(name, place, tokens)
+                row.double() / self.temperature + self._noise_from(start, name, place, row)
                 for row, name, place in zip(logits, names, drawn, strict=True)
             ])  # fmt: skip
         best = scores.argmax(-1)
@@ -184,13 +177,18 @@ class Sampling:
 
     def noise(self, sequence: int, position: int, tokens: Tensor) -> Tensor:
         """g of these tokens (int64), fp64."""
-        place = sequence << 32 | position
-        if 4 * len(tokens) > (stop := int(tokens.max()) + 1 if len(tokens) else 0):  # many of those below the last
-            u = uniform(torch.tensor([place], device=tokens.device), self.seed, stop)[0, tokens]
-        else:
-            words = blocks(self.seed, place, tokens >> 2)
-            u = (words.gather(1, (tokens & 3)[:, None])[:, 0].double() + 0.5) / 2**32
-        return -torch.log(-torch.log(u))
+        words = blocks(self.seed, sequence << 32 | position, tokens >> 2)
+        word = words.gather(1, (tokens & 3)[:, None])[:, 0]
+        return _gumbel((word.double() + 0.5) / 2**32)
+
+    def _noise_from(self, start: int, sequence: int, position: int, like: Tensor) -> Tensor:
+        """g of the tokens from ``start`` on, as many as ``like`` has."""
+        place = torch.tensor([sequence << 32 | position], device=like.device)
+        return _gumbel(uniform(place, self.seed, start + len(like))[0, start:])
+
+
+def _gumbel(u: Tensor) -> Tensor:
+    return -torch.log(-torch.log(u))
 
 
 def check_places(name: str, places: Sequence[int]) -> None:

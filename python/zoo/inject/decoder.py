@@ -184,7 +184,7 @@ def _in_two_calls(pieces: Pieces, call: _Call) -> Tensor | None:
         )  # fmt: skip
     else:  # heads that this rank's part has once, and its q use several times
         h = rms_norm(x, first.weight, eps=first.eps, plus_one=first.plus_one)
-        made = thin_linears(h, qkv.weights, qkv.biases).index_select(-1, pieces.order)
+        made = thin_linears(h, qkv.weights, qkv.biases).index_select(-1, pieces.order.to(x.device))
         _turn(pieces, made, call, places)
     if places is None:
         q, k, v = _cached(pieces, made, call)

@@ -39,7 +39,7 @@ class BoundHook(partial[Any]):
             raise AttributeError(
                 "the name of a hook of zoo's: torch.jit.script compiles the hooks of a model, and these move and "
                 "reduce its parameters. Script the model before the engine or optimizer is constructed, or close it "
-                "first (optimizer.close(), engine.destroy()); or trace engine.module with torch.jit.trace."
+                "first (optimizer.close(), engine.destroy()); or trace it with torch.jit.trace."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -72,13 +72,17 @@ def train(stage: int, when: str, rank: int, backend: Any) -> tuple[list[float], 
     for step in range(3):
         if (when, step) in (("after", 0), ("between", 1)):
             compile_blocks(model, backend)
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = model(x).square().mean()
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(one_step(model, optimizer, rank, step))
     return losses, optimizer.consolidated_parameters(), (model, optimizer)
+
+
+def one_step(called: Any, optimizer: ZeroOptimizer, rank: int, step: int) -> float:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+    loss = called(x).square().mean()
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
 
 
 @pytest.fixture(autouse=True)
@@ -170,14 +174,7 @@ def test_a_whole_model_is_compiled_after_construction(stage: int, how: str) -> N
             model.compile(backend="eager")
         elif compiles:
             called = torch.compile(model, backend="eager")
-        losses = []
-        for step in range(3):
-            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-            loss = called(x).square().mean()
-            optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
+        losses = [one_step(called, optimizer, rank, step) for step in range(3)]
         return losses, optimizer.consolidated_parameters()
 
     compiled, plain = (sim.run(2, lambda rank, c=c: fn(rank, c)) for c in (True, False))

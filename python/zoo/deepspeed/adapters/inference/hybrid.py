@@ -22,8 +22,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     :meth:`generate`.
 
     The model that is trained generates: no copy is made, nothing is gathered ahead, and training goes on with the bits
-    that it has without. Its decoder layers have fast forwards in ``eval()`` where that is proved (``zoo.inject``), also
-    for programs that call ``engine.module.generate``.
+    that it has without. Its decoder layers have the fast forwards of ``zoo.inject`` where that is proved, also for
+    programs that call ``engine.module.generate``.
 
     Attributes:
         max_out_tokens: of a row, prompt included.

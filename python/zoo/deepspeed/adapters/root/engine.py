@@ -82,8 +82,8 @@ class DeepSpeedEngine(Questions, nn.Module):
         """What ``torch.jit.script`` calls first."""
         raise ValueError(
             "TorchScript was given an engine, which counts, moves and reduces as it runs: nothing of that can be "
-            "compiled or traced. Give torch.jit.trace the model, engine.module (at stage 3 between steps, with the "
-            "same batch on all ranks); torch.jit.script takes the model before initialize or after engine.destroy()."
+            "compiled or traced. Give torch.jit.trace the model, engine.module (at stage 3 a copy, made inside of "
+            "GatheredParameters); torch.jit.script takes the model before initialize or after engine.destroy()."
         )
 
     @asserting
