@@ -403,6 +403,41 @@ def test_a_rule_for_large_parameters_is_found_without_their_memory(rows: int) ->
         assert (found is not None) == refused
 
 
+def test_an_optimizer_of_torch_is_tried_once_for_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    original = Trial.why_whole
+    monkeypatch.setattr(Trial, "why_whole", lambda self: (tried.append(self._name), original(self))[1])
+
+    def make(**options: Any) -> int:
+        tried.clear()
+        sim.run(1, lambda rank: ZeroOptimizer(model_of(), optimizer=torch.optim.NAdam, lr=LR, **options))
+        return len(tried)
+
+    assert [make(eps=3e-7), make(eps=3e-7)] == [1, 0]
+    assert [make(eps=4e-7), make(eps=4e-7)] == [1, 0]
+    assert make(eps=4e-7, weight_decay=1) == 1
+    assert make(eps=4e-7, weight_decay=1.0) == 1, "equal to 1, and not the same"
+    assert make(eps=4e-7, betas=[0.5, 0.75]) == make(eps=4e-7, betas=[0.5, 0.75]) == 1, "a list may change"
+
+    class Mine(torch.optim.NAdam):
+        pass
+
+    for _ in range(2):
+        tried.clear()
+        sim.run(1, lambda rank: ZeroOptimizer(model_of(), optimizer=Mine, lr=LR, eps=4e-7))
+        assert len(tried) == 1, "what a class of others does may depend on anything"
+
+    step = torch.optim.NAdam.step
+    monkeypatch.setattr(torch.optim.NAdam, "step", lambda self, closure=None: step(self, closure))
+    assert make(eps=4e-7) == 1, "another step"
+
+
+def test_what_a_trial_says_of_options_is_said_each_time() -> None:
+    for _ in range(2):
+        with pytest.raises(sim.RankError, match="Invalid epsilon value"):
+            sim.run(1, lambda rank: ZeroOptimizer(model_of(), optimizer=torch.optim.NAdam, lr=LR, eps=-1.0))
+
+
 # States --------------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,8 +83,8 @@ def try_out(wrapped: Wrapped) -> Tried:
         return Tried(found)
     name = getattr(make, "__name__", str(make))
     if _is_plain(wrapped.instance or made):
-        two: dict[str, Any] = {"params": [nn.Parameter(torch.zeros(3, 4)) for _ in range(2)]}
-        return Tried(found, Trial(build, [two], name).why_whole())
+        known = _key(make, options)
+        return Tried(found, _why_whole(build, name) if known is None else _why_whole_once(*known))
 
     where = found_in(wrapped.instance or made, parameters, held_by(made))
     if where is not None:
@@ -92,6 +93,32 @@ def try_out(wrapped: Wrapped) -> Tried:
     why = trial.why_whole()
     asked = frozenset(trial.asked if why is None else ())
     return Tried(found, why, asked=asked, quantises=trial.quantises)
+
+
+def _why_whole(build: Any, name: str) -> str | None:
+    """Of an optimizer that looks at nothing but elements and shapes: any two parameters do."""
+    return Trial(build, [{"params": [nn.Parameter(torch.zeros(3, 4)) for _ in range(2)]}], name).why_whole()
+
+
+@functools.lru_cache(maxsize=256)
+def _why_whole_once(make: type, options: tuple[tuple[str, Any], ...], *_: Any) -> str | None:
+    """The same, tried once for a class and its options: what comes out depends on nothing else."""
+    return _why_whole(lambda of: make(of, **dict(options)), make.__name__)
+
+
+def _key(make: Any, options: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What the outcome depends on; None where that cannot be told from the values of options."""
+    tried = tuple(sorted(in_trial(options).items()))
+    if not isinstance(make, type) or not all(_is_value(value) for _, value in tried):
+        return None
+    # As text too: 0, 0.0 and False are equal. The step: somebody may replace it in the class.
+    return make, tried, repr(tried), getattr(make, "step", None), torch.get_default_dtype()
+
+
+def _is_value(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_value, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _is_plain(optimizer: Any) -> bool:
