@@ -43,6 +43,7 @@ _DATA: Any = torch.Tensor.data
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _LOADS = nn.Module._load_from_state_dict.__code__
+_CONVERTS = nn.Module._apply.__code__
 _PARAMETRISE = ("torch.nn.utils.parametri", "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
 _CONVERT_FIRST = " Convert a model before the optimizer is constructed, or close() it first."
@@ -67,12 +68,21 @@ class ShardedParameter(nn.Parameter):
 
     def _use_count(self) -> NoReturn:
         # Only torch.utils.swap_tensors asks for it, of both tensors, before it changes anything.
-        raise ValueError(
-            f"torch.utils.swap_tensors was given {self._zoo_bucket.called(self._zoo_slot)!r}, whose memory is a flat "
-            "buffer: the model would run on other values than those that are trained. Write them into the parameter "
-            "(p.data.copy_(value); at stage 3 inside of GatheredParameters). A module swaps in to(...) and in "
-            "load_state_dict(...) after torch.__future__.set_swap_module_params_on_conversion(True): set it to False."
-        )
+        refuse_swap(self)
+
+    def module_load(self, other: torch.Tensor, assign: bool = False) -> NoReturn:
+        """What ``load_state_dict`` calls before it swaps: it would have written the values by then."""
+        refuse_swap(self)
+
+
+def refuse_swap(parameter: Any) -> NoReturn:
+    """Say why no other tensor can be put in the place of this one."""
+    raise ValueError(
+        f"torch.utils.swap_tensors was given {_name(parameter)!r}, whose memory is a flat buffer: the model would run "
+        "on other values than those that are trained. Write them into the parameter (p.data.copy_(value); at stage 3 "
+        "inside of GatheredParameters). A module swaps in to(...) and in load_state_dict(...) after "
+        "torch.__future__.set_swap_module_params_on_conversion(True): set it to False."
+    )
 
 
 def refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -195,6 +205,8 @@ def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
 def _detach(self: Any) -> torch.Tensor:
     # `nn.Parameter(parameter)` asks for it first: there would be two parameters of one memory.
     if not torch.compiler.is_compiling() and sys._getframe(1).f_code is _NEW_PARAMETER:
+        if sys._getframe(2).f_code is _CONVERTS:  # to swap the two, though nothing has changed
+            refuse_swap(self)
         raise ValueError(
             f"nn.Parameter(...) of {_name(self)!r} would be a second parameter in its memory, which the ZeRO "
             "optimizer does not know. Make it of parameter.detach().clone(); what makes parameters of others (a "
@@ -245,13 +257,6 @@ def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _getitem(self: Any, index: Any) -> torch.Tensor:
-    # Of freed memory torch would speak of sizes that are out of bounds.
-    if not torch.compiler.is_compiling() and self._zoo_bucket.parameters.refused:
-        return refuse_touched([self], torch.Tensor.__getitem__)
-    return torch.Tensor.__getitem__(self, index)
-
-
 _REFUSE: Any = classmethod(refuse)
 _BODY: dict[str, Any] = {
     "grad": property(_get_grad, _set_grad, lambda self: _set_grad(self, None)),
@@ -263,10 +268,8 @@ _BODY: dict[str, Any] = {
     "copy_": _copy_,
     "__deepcopy__": _deepcopy,
 }
-CompiledParameter: Any = type(
-    "CompiledParameter", (ShardedParameter,), {**_BODY, "__getitem__": _getitem, "_zoo_bucket": None}
-)
-"""The class of parameters of all buckets that modules have which are compiled."""
+CompiledParameter: Any = type("CompiledParameter", (ShardedParameter,), {**_BODY, "_zoo_bucket": None})
+"""The class of parameters, while they are shown, of all buckets that modules have which are compiled."""
 
 
 class Guard:
@@ -281,8 +284,9 @@ class Guard:
 
     def __init__(self, bucket: Any, storage: torch.UntypedStorage) -> None:
         self._shown: Any = _DISABLED  # what the class does to functions of torch while its parameters are whole
-        self._bucket, self._shared = bucket, bucket.parameter_class is not None
+        self._bucket, self._is_shown = bucket, True
         self._class: Any = bucket.parameter_class or self._class_for(bucket)
+        self._compiled: Sequence[Any] = ()
         self._address = storage._cdata
 
     def _class_for(self, bucket: Any) -> Any:
@@ -296,30 +300,41 @@ class Guard:
 
     def share(self, parameters: Sequence[Any]) -> None:
         """For modules that are compiled: a compiler guards on the class of a parameter, and of equal modules it is to
-        make one graph. From now on only memory that is gone refuses, not the class."""
-        if self._shared or self._bucket.spec.cls is not nn.Parameter:
+        make one graph. From now on ``parameters`` have one class with those of other buckets while they are shown."""
+        if self._compiled or self._bucket.spec.cls is not nn.Parameter or self._bucket.parameter_class is not None:
             return
-        self._class, self._shared = CompiledParameter, True
+        self._compiled = parameters
         for parameter in parameters:
-            self.adopt(parameter, parameter._zoo_name, parameter._zoo_slot)
+            parameter._zoo_bucket = self._bucket
+        if self._is_shown:
+            self._become(CompiledParameter)
+
+    def _become(self, cls: Any) -> None:
+        for parameter in self._compiled:
+            if vars(parameter).get("_zoo_bucket") is self._bucket:  # else it was released
+                parameter.__class__ = cls
 
     def adopt(self, parameter: nn.Parameter, name: str, slot: int) -> None:
         """Make ``parameter`` an instance of the bucket's class."""
         parameter.__class__ = self._class
         parameter._zoo_name = name  # type: ignore[attr-defined]
         parameter._zoo_slot = slot  # type: ignore[attr-defined]
-        if self._shared:
+        if self._bucket.parameter_class is not None:
             parameter._zoo_bucket = self._bucket  # type: ignore[attr-defined]
 
     def hide(self) -> None:
         """No unit that owns the parameters is running: refuse them. Their memory may still be there."""
-        if not self._shared:
+        self._is_shown = False
+        if self._bucket.parameter_class is None:
             self._class.__torch_function__ = _REFUSE
+            self._become(self._class)
 
     def show(self) -> None:
         """A unit that owns the parameters runs."""
-        if not self._shared:
+        self._is_shown = True
+        if self._bucket.parameter_class is None:
             self._class.__torch_function__ = self._shown
+            self._become(CompiledParameter)
 
     def moved(self, storage: torch.UntypedStorage) -> None:
         """Their memory is another one now."""

@@ -103,7 +103,8 @@ def test_equal_blocks_make_one_graph_and_train_with_the_same_bits(stage: int, wh
     assert not torch._dynamo.utils.counters["graph_break"]
     model = kept[0]
     compiled = [p for block in model.blocks for p in block.parameters()]
-    assert {type(p) for p in compiled} == {CompiledParameter}
+    with kept[1].gathered():  # what is not here has the class that refuses
+        assert {type(p) for p in compiled} == {CompiledParameter}
     assert len({p._zoo_bucket for p in compiled}) >= BLOCKS
     assert type(model.first.weight) is not CompiledParameter
     (right, other, _), *_ = sim.run(1, lambda rank: train(stage, "never", rank, counted))
@@ -142,6 +143,53 @@ def test_parameters_of_compiled_blocks_are_refused_where_they_are_not_there(touc
         TOUCHES[touch](weight)
 
     sim.run(2, fn)
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "repr": repr, "transpose": lambda p: p.T.shape, "index": lambda p: p[0].shape, "pinned": lambda p: p.is_pinned(),
+    "address": lambda p: p.data_ptr() * 0, "bytes": lambda p: p.untyped_storage().nbytes(),
+}  # fmt: skip
+
+
+def test_parameters_of_compiled_blocks_are_described_where_they_are_not_there_as_those_of_others_are() -> None:
+    def fn(rank: int, when: str) -> list[Any]:
+        model, _ = train(3, when, rank, "eager")[2]
+        return [read(model.blocks[3].up.weight) for read in READS.values()]
+
+    assert sim.run(1, lambda rank: fn(rank, "before")) == sim.run(1, lambda rank: fn(rank, "never"))
+
+
+class Reads(Stack):
+    """Its forward uses parameters of units that it does not call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x @ self.first.weight + nn.functional.linear(x, self.blocks[1].up.weight).sum()
+
+
+@pytest.mark.parametrize(
+    "what", ["blocks", "units", pytest.param("whole", marks=pytest.mark.slow), "a unit that is read"]
+)
+def test_other_units_parameters_are_used_in_a_forward_of_compiled_modules(what: str) -> None:
+    def fn(rank: int, what: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = Reads()
+        options: Any = {"param_persistence_threshold": 0, "reduce_bucket_size": 1, "max_live_parameters": 0}
+        optimizer = ZeroOptimizer(model, stage=3, optimizer=torch.optim.SGD, lr=0.01, **options)
+        if what == "blocks":
+            compile_blocks(model, "eager")
+        elif what == "units":
+            optimizer.sharded.runtime.compiled.compile_units(backend="eager")
+        elif what == "whole":
+            model.compile(backend="eager")
+        elif what == "a unit that is read":
+            model.first.compile(backend="eager")
+        losses = [one_step(model, optimizer, rank, step) for step in range(2)]
+        return losses, optimizer.consolidated_parameters()
+
+    ((found, state),) = sim.run(1, lambda rank: fn(rank, what))
+    ((right, other),) = sim.run(1, lambda rank: fn(rank, "nothing"))
+    assert found == right
+    assert all(torch.equal(state[name], other[name]) for name in other)
 
 
 def test_gradients_are_where_they_are_without_a_compiler() -> None:
