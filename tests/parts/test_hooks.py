@@ -7,10 +7,12 @@ import pickle
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from zoo.parts import has_user_hooks, is_own_hook, is_watched, own_hook, without_own_hooks
+from zoo.parts.hooks import BoundHook
 
 
 class Watcher:
@@ -45,6 +47,18 @@ def test_copies_and_pickles_have_hooks_that_do_nothing() -> None:
         assert not is_watched(again)
         assert all(is_own_hook(hook) for hook in again._forward_hooks.values())
     assert watcher.calls == 0
+
+
+def test_torchscript_is_told_of_hooks_and_of_what_stands_for_them_on_a_copy() -> None:
+    layer, watcher = nn.Linear(2, 2), Watcher()
+    layer.register_forward_hook(own_hook(BoundHook(watcher.see)))
+    with pytest.raises(AttributeError, match=r"Script the model before the engine or optimizer is constructed"):
+        torch.jit.script(layer)
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(copy.deepcopy(layer))):
+        with pytest.raises(AttributeError, match=r"Script a copy that is made after the engine or optimizer is closed"):
+            torch.jit.script(again)
+        traced = torch.jit.trace(again, torch.ones(1, 2))  # type: ignore[no-untyped-call]
+        assert torch.equal(traced(torch.ones(1, 2)), again(torch.ones(1, 2)))
 
 
 def test_for_a_trace_there_are_the_users_hooks_alone_and_after_it_all_in_their_order() -> None:

@@ -26,6 +26,7 @@ from zoo.inject.decoder import STATE
 from zoo.io import Handle
 from zoo.nn.blocks import find_blocks
 from zoo.parts import own_hook
+from zoo.parts.hooks import Nameless
 from zoo.shard.offload.heap import give_back_free_blocks, map_large_blocks
 
 Tensor = torch.Tensor
@@ -81,8 +82,10 @@ class _Layer:
     hooks: list[Any] = field(default_factory=list)
 
 
-class _Hook:
+class _Hook(Nameless):
     """On a layer whose weights are on disk: a copy of it would have none."""
+
+    unscripted = "these read its weights from disk (zoo.inference.stream). close() it first."
 
     def __init__(self, call: Callable[..., None]) -> None:
         self.call = call

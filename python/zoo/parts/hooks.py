@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 HookT = TypeVar("HookT", bound=Callable[..., Any])
 
@@ -31,17 +31,24 @@ def own_hook(hook: HookT) -> HookT:
     return hook
 
 
-class BoundHook(partial[Any]):
-    """A hook of zoo's, with its first arguments. TorchScript, which compiles hooks by name, is told that it cannot."""
+class Nameless:
+    """A hook that has no ``__name__``, by which torch.jit.script would compile it, and says why and what to do."""
+
+    unscripted: ClassVar[str] = (
+        "these move and reduce its parameters. Script the model before the engine or optimizer is constructed, or "
+        "close it first (optimizer.close(), engine.destroy()); or trace it with torch.jit.trace."
+    )
 
     def __getattr__(self, name: str) -> Any:
         if name == "__name__":
             raise AttributeError(
-                "the name of a hook of zoo's: torch.jit.script compiles the hooks of a model, and these move and "
-                "reduce its parameters. Script the model before the engine or optimizer is constructed, or close it "
-                "first (optimizer.close(), engine.destroy()); or trace it with torch.jit.trace."
+                "the name of a hook of zoo's: torch.jit.script compiles the hooks of a model, and " + self.unscripted
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class BoundHook(Nameless, partial[Any]):
+    """A hook of zoo's, with its first arguments."""
 
 
 def checking_hook(hook: HookT) -> HookT:
@@ -100,12 +107,24 @@ def without_own_hooks(modules: Iterable[Any]) -> Iterator[None]:
             table.update(before)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+class _Nothing(Nameless):
     """What stands for a hook of zoo on a copy of the model."""
+
+    _zoo_own_hook = False
+    unscripted = (
+        "this one stands for such a hook on a copy. Script a copy that is made after the engine or optimizer is closed "
+        "(optimizer.close(), engine.destroy()); or trace this one with torch.jit.trace."
+    )
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        return
+
+    def __reduce__(self) -> Any:
+        return _made_anew, ()
+
+
+_nothing = _Nothing()
 
 
 def _made_anew() -> Any:
     return _nothing
-
-
-setattr(_nothing, _OWN, False)

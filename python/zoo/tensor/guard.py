@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from zoo.parts import checking_hook
+from zoo.parts.hooks import Nameless
 from zoo.tensor.adapters import base_of
 
 _METHODS = {
@@ -35,8 +36,10 @@ def guard(model: nn.Module, paths: Iterable[str]) -> None:
                 whole.__dict__[name] = _Refused(whole, name)
 
 
-class _Same:
+class _Same(Nameless):
     """A hook of a module: its children are those that were split."""
+
+    unscripted = "this one guards a split over tensor-parallel ranks. Script the model before zoo.tensor.split."
 
     def __init__(self, path: str, children: dict[str, nn.Module]) -> None:
         self._path, self._children = path, children

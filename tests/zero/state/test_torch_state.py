@@ -415,6 +415,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "out": lambda step: torch.add(step, 1, out=step),
     "foreach": lambda step: torch._foreach_add_([step], 1),
     "data": lambda step: setattr(step, "data", torch.zeros(())),
+    "a view": lambda step: step.view(1).fill_(3),
+    "a view of a view": lambda step: step[None].unsqueeze(0).zero_(),
 }
 
 
@@ -430,3 +432,17 @@ def test_a_write_to_a_number_of_a_state_is_refused_and_it_is_a_plain_tensor_to_r
     read = optimizer.state[model.weight]["step"]
     assert float(read) == 1.0
     assert type(read + 1) is type(copy.deepcopy(read)) is torch.Tensor
+
+
+def test_a_number_of_a_state_is_read_under_inference_mode_where_writes_are_refused_too() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = ZeroOptimizer(model, stage=2, optimizer=torch.optim.AdamW)
+    with torch.inference_mode():
+        step = optimizer.state[model.weight]["step"]
+        assert float(step + 1) == 1.0
+        assert repr(step) == "tensor(0.)"
+        with pytest.raises(ValueError, match=r"a write to optimizer\.state\[p\]\['step'\] of 'weight'"):
+            step.add_(1)
+    assert float(torch.detach(input=step)) == 1.0  # what was written is lost, and this object with it
+    read = optimizer.state[model.weight]["step"]
+    assert torch.equal(torch.vmap(lambda x: x + read)(torch.ones(3)), torch.ones(3))

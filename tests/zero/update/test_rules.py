@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -562,6 +563,43 @@ def not_rebuilt_by_address(model: nn.Module) -> torch.optim.Optimizer:
     optimizer: Any = not_rebuilt(model)
     optimizer.slow = [p.data_ptr() for p in model.parameters()]
     return optimizer  # type: ignore[no-any-return]
+
+
+ADDRESSES: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "a tensor, for a kernel": lambda all_of: torch.tensor([p.data_ptr() for p in all_of]),
+    "an array": lambda all_of: np.array([p.data_ptr() for p in all_of], dtype=np.uint64),
+    "text": lambda all_of: {str(p.data_ptr()): 0.1 for p in all_of},
+    "hexadecimal": lambda all_of: {hex(p.data_ptr()): 0.1 for p in all_of},
+    "beside the parameters": lambda all_of: [(p, p.data_ptr()) for p in all_of],
+}
+
+
+@pytest.mark.parametrize("kept", ADDRESSES)
+@pytest.mark.parametrize("holds", [False, True])
+def test_addresses_are_found_in_whatever_form_they_are_kept(kept: str, holds: bool) -> None:
+    model = model_of()
+    optimizer: Any = not_rebuilt(model)
+    if holds:
+        optimizer.parameters = list(model.parameters())  # which would do, alone
+    optimizer.slow = ADDRESSES[kept](list(model.parameters()))
+    with pytest.raises(NotImplementedError, match=r"by its attribute 'slow' it knows parameters by their address"):
+        ZeroOptimizer(model, optimizer=optimizer, stage=0)
+
+
+STORAGES: dict[str, Callable[..., float]] = {
+    "the size": lambda self, group, index, p: 2.0 if p.untyped_storage().nbytes() == p.nbytes else 1.0,
+    "the address": lambda self, group, index, p: self.__dict__.setdefault("seen", {}).setdefault(
+        p.untyped_storage().data_ptr(), 1.0 + p.dim()
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("what", STORAGES)
+def test_a_rule_by_the_storage_of_a_parameter_is_refused(stage: int, what: str) -> None:
+    model = model_of()
+    with pytest.raises(NotImplementedError, match=r"its update depends on the storage of a parameter"):
+        ZeroOptimizer(model, optimizer=with_rule(STORAGES[what])(model), stage=stage)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,6 +12,7 @@ from zoo.compression.moq.guide import Guide, loss_in
 from zoo.compression.moq.sections import MOQ, CurvatureSection, QuantizeTrainingSection
 from zoo.compression.part import CompressionPart
 from zoo.parts import Clock, Environment, StepRecord, own_hook
+from zoo.parts.hooks import BoundHook
 
 
 class MoqPart:
@@ -70,7 +70,7 @@ class MoqPart:
                 guide.look(step, lambda: loss_in(module(*args, **kwargs)))
 
             self._hook = self._module.register_forward_pre_hook(
-                own_hook(partial(first)), prepend=True, with_kwargs=True
+                own_hook(BoundHook(first)), prepend=True, with_kwargs=True
             )
         return args, kwargs
 

@@ -114,16 +114,21 @@ class StateNumber(torch.Tensor):
     @staticmethod
     def of(value: float, parameter: torch.Tensor, key: str) -> StateNumber:
         """That of ``parameter`` by the name ``key``."""
-        made: Any = torch.tensor(value).as_subclass(StateNumber)
-        made._zoo_place = parameter, key
+        with torch.inference_mode(False):  # else nothing would count writes
+            return StateNumber._at(torch.tensor(value), (parameter, key))
+
+    @staticmethod
+    def _at(tensor: torch.Tensor, place: tuple[torch.Tensor, str]) -> StateNumber:
+        made: Any = tensor.as_subclass(StateNumber)
+        made._zoo_place = place
         return made  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Plain tensors of what is computed; a write raises ValueError."""
-        if func in VIEWS and isinstance(args[0], cls):
+        """Plain tensors of what is computed; a write raises ValueError, to a view as well."""
+        if func in VIEWS and args and isinstance(args[0], cls):
             return args[0]
         if func == _DATA.__set__ and isinstance(args[0], cls):
             args[0].refuse_write()
@@ -135,12 +140,23 @@ class StateNumber(torch.Tensor):
             for tensor, version in zip(numbers, before, strict=True):
                 if tensor._version != version:
                     tensor.refuse_write()
-        return found
+            places = {t.data_ptr(): t._zoo_place for t in numbers}  # type: ignore[attr-defined]
+            return torch.utils._pytree.tree_map_only(
+                torch.Tensor, lambda t: cls._at(t, places[t.data_ptr()]) if _starts_in(t, places) else t, found
+            )
 
     def refuse_write(self) -> NoReturn:
         """Say what was written to, and what to do instead."""
         parameter, key = self._zoo_place  # type: ignore[attr-defined]
         _refuse(f"a write to optimizer.state[p][{key!r}]", parameter, key)
+
+
+def _starts_in(tensor: torch.Tensor, places: Mapping[int, object]) -> bool:
+    """Whether the memory of a plain tensor begins at one of these addresses."""
+    try:
+        return type(tensor) is torch.Tensor and tensor.data_ptr() in places
+    except (RuntimeError, NotImplementedError):  # sparse, or of torch.func: it has none
+        return False
 
 
 def _refuse(use: str, key: object, state: str) -> NoReturn:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -145,20 +146,29 @@ class Trial:
                     "in flat buffers, in row-major order. Lay the parameters out so (p.data = p.data.contiguous()) "
                     "before it is constructed."
                 )
+        in_buffer, _ = self._whole_results(groups, values, grads, in_order=True, in_buffer=True)
+        if not all(map(_alike, expected, in_buffer, before)):
+            raise NotImplementedError(
+                f"{self._name} cannot run under a ZeRO optimizer: its update depends on the storage of a parameter "
+                "(p.untyped_storage()), and under a ZeRO optimizer many lie in one. Let it look at the parameter."
+            )
         raise Unlike("its update of an element depends on other elements, or on what a parameter is beside them")
 
     def _whole_results(
-        self, groups: list[dict[str, Any]], values: Any, grads: Any, *, in_order: bool = False
+        self, groups: list[dict[str, Any]], values: Any, grads: Any, *, in_order: bool = False, in_buffer: bool = False
     ) -> tuple[list[torch.Tensor], bool]:  # fmt: skip
         """The parameters of each group after two updates, and whether states are codes.
 
         Args:
             in_order: all are in row-major order, as they will be.
+            in_buffer: all have one storage, as they will have.
         """
         whole = _with_params(groups, [[_like(v, p, in_order=in_order) for v, p in zip(of, g["params"], strict=True)]
                                       for of, g in zip(values, groups, strict=True)])  # fmt: skip
-        optimizer = self._build(whole)  # options that it refuses are not about flat tensors
         tensors = [group["params"] for group in whole]
+        if in_buffer:
+            _lay_in_one_buffer([tensor for of in tensors for tensor in of])
+        optimizer = self._build(whole)  # options that it refuses are not about flat tensors
         try:
             for grad in grads:
                 _step(optimizer, tensors, grad)
@@ -188,7 +198,8 @@ class Trial:
         return [torch.cat(of) for of in zip(*done, strict=True)]
 
     def _segment(self, values: torch.Tensor) -> Flat:
-        made: Flat = torch.Tensor._make_subclass(Flat, values.clone(), True)
+        within = torch.nn.functional.pad(values, (1, 1))[1:-1]  # of a storage that has more
+        made: Flat = torch.Tensor._make_subclass(Flat, within, True)
         made.asked = self.asked
         return made
 
@@ -303,6 +314,12 @@ def _like(values: torch.Tensor, parameter: Any, *, in_order: bool = False) -> nn
     return made  # type: ignore[no-any-return]
 
 
+def _lay_in_one_buffer(tensors: Sequence[torch.Tensor]) -> None:
+    flat = _joined(tensors)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.data = part.view(tensor.shape)
+
+
 def stand_in(parameter: torch.Tensor, dtype: torch.dtype, device: str) -> nn.Parameter:
     """A parameter of ones with the shape and the attributes of the model's."""
     return _like(torch.ones(parameter.shape, dtype=dtype, device=device), parameter, in_order=True)
@@ -371,14 +388,18 @@ def found_in(optimizer: Any, parameters: Iterable[torch.Tensor], twins: Mapping[
         NotImplementedError: it holds the address of one, ``p.data_ptr()``.
     """
     search = _Search(parameters, optimizer)
-    where = next((where for where, value in _held(optimizer, twins or {}) if search.holds(value)), None)
-    if where is not None and search.by_address:
-        raise NotImplementedError(
-            f"{type(optimizer).__name__} cannot run under a ZeRO optimizer: by {where} it knows parameters by their "
-            "address, p.data_ptr(), and under a ZeRO optimizer they lie in flat buffers, at other addresses. Let it "
-            "know them by the parameters themselves, or by id(p)."
-        )
-    return where
+    found: str | None = None
+    for where, value in _held(optimizer, twins or {}):
+        holds = search.holds(value)
+        if search.by_address:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} cannot run under a ZeRO optimizer: by {where} it knows parameters by "
+                "their address, p.data_ptr(), and under a ZeRO optimizer they lie in flat buffers, at other addresses. "
+                "Let it know them by the parameters themselves, or by id(p)."
+            )
+        if holds and found is None:
+            found = where
+    return found
 
 
 def _held(optimizer: Any, twins: Mapping[str, bool]) -> Iterator[tuple[str, Any]]:
@@ -429,28 +450,45 @@ class _Search:
         self._left = _MOST
 
     def holds(self, value: Any) -> bool:
-        """Whether one of them can be reached from ``value``."""
-        left = deque([(value, 0)])
-        while left and self._left:
+        """Whether one of them can be reached from ``value``. An address of one ends the search."""
+        left, found = deque([(value, 0)]), False
+        while left and self._left and not self.by_address:
             self._left -= 1
             item, depth = left.popleft()
-            if isinstance(item, int):
-                self.by_address = int(item) in self._addresses
-                if self.by_address or int(item) in self._parameters:
-                    return True
-                continue
-            if isinstance(item, torch.Tensor) and id(item) in self._parameters:
-                return True
-            if isinstance(item, torch.Tensor) or id(item) in self._seen:
-                continue
-            self._seen.add(id(item))
-            if isinstance(item, nn.Module):
-                if any(id(p) in self._parameters for p in item.parameters()):
-                    return True
-                continue
-            if depth < _DEPTH:
-                left.extend((inner, depth + 1) for inner in _inside(item))
-        return False
+            if isinstance(item, (int, str)):
+                found |= self._names(_number_in(item))
+            elif isinstance(item, torch.Tensor) and id(item) in self._parameters:
+                found = True
+            elif id(item) not in self._seen:
+                self._seen.add(id(item))
+                if isinstance(item, (torch.Tensor, np.ndarray)):
+                    found |= any(map(self._names, _integers_of(item)))
+                elif isinstance(item, nn.Module):
+                    found |= any(id(p) in self._parameters for p in item.parameters())
+                elif depth < _DEPTH:
+                    left.extend((inner, depth + 1) for inner in _inside(item))
+        return found
+
+    def _names(self, number: int) -> bool:
+        """Whether a number is the ``id`` or the address of one of them."""
+        self.by_address = self.by_address or number in self._addresses
+        return self.by_address or number in self._parameters
+
+
+def _number_in(item: int | str) -> int:
+    """A number, or the text of one; 0 for another text."""
+    try:
+        return item if isinstance(item, int) else int(item, 0)
+    except ValueError:
+        return 0
+
+
+def _integers_of(item: Any) -> Iterable[int]:
+    """Elements of a tensor or an array that may be addresses, as lists for kernels are kept."""
+    if isinstance(item, torch.Tensor):
+        fits = item.dtype in (torch.int64, torch.uint64) and item.layout is torch.strided and not item.is_meta
+        return item.reshape(-1).tolist() if fits and item.numel() <= _MOST else ()
+    return item.reshape(-1).tolist() if item.dtype.kind in "iu" and item.size <= _MOST else ()
 
 
 def _inside(item: Any) -> Iterator[Any]:
