@@ -316,7 +316,7 @@ def _like(values: torch.Tensor, parameter: Any, *, in_order: bool = False) -> nn
 
 def _lay_in_one_buffer(tensors: Sequence[torch.Tensor]) -> None:
     flat = _joined(tensors)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.data = part.view(tensor.shape)
 
 
