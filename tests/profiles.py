@@ -11,11 +11,16 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, example, settings
 
 T = TypeVar("T", bound=Callable[..., object])
 
 EXAMPLES = {"quick": 3, "deep": 250, "campaign": 1000}
+
+
+def profile() -> str:
+    """The name of the chosen profile."""
+    return os.environ.get("ZOO_TEST_PROFILE", "quick")
 
 
 def load() -> None:
@@ -24,7 +29,7 @@ def load() -> None:
     Raises:
         ValueError: there is no such profile.
     """
-    name = os.environ.get("ZOO_TEST_PROFILE", "quick")
+    name = profile()
     if name not in EXAMPLES:
         raise ValueError(f"ZOO_TEST_PROFILE={name}; it is one of {', '.join(EXAMPLES)}")
     # Machines are shared: how long an example takes says nothing about the code.
@@ -42,3 +47,8 @@ def load() -> None:
 def examples(*, times: float) -> Callable[[T], T]:
     """A property of cheap examples takes ``times`` as many as others."""
     return settings(max_examples=max(1, round(settings.default.max_examples * times)))
+
+
+def deep_example(**values: object) -> Callable[[T], T]:
+    """An ``example`` that ``make test`` leaves to the other profiles: another that it has takes the same paths."""
+    return (lambda test: test) if profile() == "quick" else example(**values)

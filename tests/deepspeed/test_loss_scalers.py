@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import processes
 from torch import nn
 from zoo.deepspeed.runtime.fp16 import loss_scaler
 
@@ -81,12 +80,12 @@ def test_they_are_pickled_without_the_name() -> None:
         "again = pickle.loads(pickle.dumps(one))\n"
         "assert type(again) is DynamicLossScaler and vars(again) == vars(one)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    processes.run(code, check=True)
 
 
 def test_a_checkpoint_names_them_as_deepspeeds_does(tmp_path: Path) -> None:
     code = "import zoo.deepspeed as d; d.install_as_deepspeed()" + CHECKPOINT
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "f.pt")], check=True)
+    processes.run(code, tmp_path / "f.pt", check=True)
     assert b"deepspeed.runtime.fp16.loss_scaler" in (tmp_path / "f.pt").read_bytes()
     with pytest.raises(pickle.UnpicklingError, match="LossScaler"):
         torch.load(tmp_path / "f.pt", weights_only=True)

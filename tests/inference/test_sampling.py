@@ -27,8 +27,13 @@ def drawn(sampling: Sampling, logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8}]
-)
+    "options",
+    [
+        {}, {"temperature": 0.5}, {"top_k": 4, "top_p": 0.8},
+        *(pytest.param(alone, marks=pytest.mark.slow) for alone in ({"top_k": 3}, {"top_p": 0.7})),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_shares_are_probabilities(options: dict[str, Any]) -> None:
     logits = torch.tensor([1.0, 0.2, -0.5, 2.0, 0.0, -3.0, 1.5])
     sampling = Sampling(**options)

@@ -40,6 +40,7 @@ def joints(model: Any) -> list[int]:
     return [len(layer.__dict__[STATE].pieces.joint) for layer in model.model.layers]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma", "Phi3"])
@@ -83,9 +84,14 @@ def test_activations_in_8_bits_stay_so(bits: int, wide: bool) -> None:
         assert torch.equal(copied(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("activations", ["exact", "int8"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("bits", "dtype", "activations"),
+    [  # each dtype with both ways to multiply, and both widths of codes
+        pytest.param(bits, dtype, how, marks=[] if (bits == 8) == (how == "exact") else pytest.mark.slow)
+        for bits in (8, 4) for dtype in DTYPES for how in ("exact", "int8")
+    ],
+    ids=str,
+)  # fmt: skip
 def test_scoring_and_generating_give_the_same_bits(bits: int, dtype: torch.dtype, activations: Activations) -> None:
     model = packed("Qwen2", dtype, bits=bits, activations=activations, **WIDE)
     inject(model, invariant=True)
@@ -139,6 +145,7 @@ def test_what_is_changed_afterwards_counts(change: str, bits: int, seed: int) ->
     assert torch.equal(generated(model), generated(plain))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("change", ["codes", "scales", "beside one of several", "beside one alone"])

@@ -20,7 +20,7 @@ from tests.compression.models import inputs, weights
 from tests.laws.test_compressed_stages import sections, snip
 from tests.laws.test_families import Enter, Leave
 from tests.laws.test_pruning import masks
-from tests.profiles import examples
+from tests.profiles import deep_example, examples
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
@@ -242,7 +242,7 @@ LEARNED = {
 
 @examples(times=0.5)
 @given(case=CASES, section=of_parts())
-@example(case=Case(), section=FIXED)
+@deep_example(case=Case(), section=FIXED)
 @example(case=Case(data=2, ends=(1, 3, 4), stage=3), section=FIXED)
 @example(case=Case(data=2, ends=(1, 4), stage=2, fused=True), section=LEARNED)
 @example(case=Case(ends=(1, 4)), section=snip(block_pattern="4x1"))

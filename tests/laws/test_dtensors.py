@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.laws.test_families import WIDTH, pick, states, weight, whole
+from tests.profiles import deep_example
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -151,7 +152,7 @@ def assert_equal(got: dict[Any, torch.Tensor], expected: dict[str, torch.Tensor]
 
 @given(case=cases())
 @example(case=Case(stage=1, clip_norm=0.01))
-@example(case=Case(stage=2, clip_norm=0.01))
+@deep_example(case=Case(stage=2, clip_norm=0.01))
 @example(case=Case(stage=3, clip_norm=0.01))
 def test_tensor_parallel_layers_of_torch_equal_one_process(case: Case) -> None:
     def fn(rank: int) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from tests.laws import test_three_axes as three_axes
 from tests.laws.test_families import states, whole
 from tests.laws.test_onebit_axes import DILOCO, GROUP, GROUPS, LOCAL, WAYS, ZERO_ONE, values
-from tests.profiles import examples
+from tests.profiles import deep_example, examples
 from torch import nn
 
 from zoo import sim
@@ -53,7 +53,7 @@ SAME = {
 @examples(times=0.5)
 @given(case=three_axes.cases())
 @example(case=three_axes.Case(stage=0, tied=(0, 3), data=1, tensor=2, pair_at=1))
-@example(case=three_axes.Case(stage=0, data=1, num_micro=2, tied=(0, 1, 3)))
+@deep_example(case=three_axes.Case(stage=0, data=1, num_micro=2, tied=(0, 1, 3)))
 @example(case=three_axes.Case(stage=0, data=1, num_micro=1, tied=(0, 1, 3), tied_parts=True, pair_at=1))
 def test_what_is_brought_together_exactly_is_what_one_process_computes(
     way: dict[str, Any], case: three_axes.Case

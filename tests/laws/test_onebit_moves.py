@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.laws.test_families import pick, states, whole
 from tests.laws.test_three_axes import Case, Pipeline
-from tests.profiles import examples
+from tests.profiles import deep_example, examples
 
 from zoo import sim
 from zoo.optim import DiLoCo, LocalSGD, OnebitAdam, OnebitLamb, ZeroOneAdam
@@ -135,9 +135,9 @@ def value_of(state: Any, name: str) -> torch.Tensor:
 @examples(times=0.34)
 @given(before=st.sampled_from(MESHES), after=st.sampled_from(MESHES))
 @example(before=MESHES[0], after=MESHES[1])
-@example(before=MESHES[1], after=MESHES[0])
+@deep_example(before=MESHES[1], after=MESHES[0])
 @example(before=MESHES[1], after=MESHES[3])
-@example(before=MESHES[2], after=MESHES[3])
+@deep_example(before=MESHES[2], after=MESHES[3])
 @example(before=MESHES[0], after=MESHES[6])  # parts of tensors there
 def test_a_state_moves_to_another_mesh(way: dict[str, Any], before: tuple[int, ...], after: tuple[int, ...]) -> None:
     check(case_of(before), case_of(after), way)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.laws.test_families import WIDTH, Enter, Experts, Leave, Pair, states, weight, whole
+from tests.profiles import deep_example
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -251,11 +252,11 @@ def reference(case: Case, steps: int) -> tuple[dict[str, torch.Tensor], list[flo
 
 @given(case=cases())
 @example(case=Case(stage=3, clip_norm=0.01))
-@example(case=Case(stage=1, clip_norm=0.01, experts_at=0))
+@deep_example(case=Case(stage=1, clip_norm=0.01, experts_at=0))
 @example(case=Case(stage=3, clip_norm=0.01, tied=(0, 3)))
-@example(case=Case(pipe=4, expert=2, data=1, stage=2, clip_norm=0.01, tied=(0, 1, 3), reduces_each=True))
-@example(case=Case(stage=0, expert=1, tied=(0, 3)))
-@example(case=Case(stage=3, expert=1, tensor=2, tied=(0, 3), tied_parts=True, clip_norm=0.01))
+@deep_example(case=Case(pipe=4, expert=2, data=1, stage=2, clip_norm=0.01, tied=(0, 1, 3), reduces_each=True))
+@deep_example(case=Case(stage=0, expert=1, tied=(0, 3)))
+@deep_example(case=Case(stage=3, expert=1, tensor=2, tied=(0, 3), tied_parts=True, clip_norm=0.01))
 @example(case=Case(pipe=4, expert=1, data=1, tensor=2, stage=1, tied=(0, 1, 3), tied_parts=True, reduces_each=True))
 @example(case=Case(data=1, tensor=2, pair_at=1, clip_norm=0.01, tied=(0, 3)))
 def test_pipe_expert_and_data_in_one_model_equal_one_process(case: Case) -> None:

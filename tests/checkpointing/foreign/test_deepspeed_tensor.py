@@ -136,7 +136,7 @@ def test_parts_of_ranks_are_put_together(
     ({"parameter_with_sub_params": {"patterns": ["^w$"]}}, "parameter_with_sub_params .* a list of dicts"),
     ({"parameter_with_sub_params": 5}, "parameter_with_sub_params .* a list of dicts"),
     ({"parameter_with_sub_params": [entry("w", [4 * 10**9, (2, 2), -1], 1)]}, "makes 16000000000 of a dim of 7"),
-    ({"parameter_with_sub_params": [entry("w", [(2,) * 10**6, -1], 0)]}, "makes 2000000 of a dim of 7"),
+    ({"parameter_with_sub_params": [entry("w", [(2,) * 10**5, -1], 0)]}, "makes 200000 of a dim of 7"),
     *(({"parameter_with_sub_params": [entry("w", [(4, 3), -1], 0)], "sub_param_shard_widths": {"^w$": widths}},
        "sub_param_shard_widths says .* of 'w'")
       for widths in (None, [3, 4], [["a", 2], [2, 1]], [[2.9, 1.1], [2, 1]], [[math.inf, 2], [2, 1]],

@@ -418,6 +418,7 @@ def test_an_optimizer_of_torch_is_tried_once_for_its_options(monkeypatch: pytest
     assert [make(eps=4e-7), make(eps=4e-7)] == [1, 0]
     assert make(eps=4e-7, weight_decay=1) == 1
     assert make(eps=4e-7, weight_decay=1.0) == 1, "equal to 1, and not the same"
+    assert [make(eps=4e-7, foreach=None), make(eps=4e-7, foreach=None)] == [1, 0]
     assert make(eps=4e-7, betas=[0.5, 0.75]) == make(eps=4e-7, betas=[0.5, 0.75]) == 1, "a list may change"
 
     class Mine(torch.optim.NAdam):

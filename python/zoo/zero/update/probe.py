@@ -118,7 +118,7 @@ def _key(make: Any, options: Mapping[str, Any]) -> tuple[Any, ...] | None:
 def _is_value(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_value, value))
-    return value is None or type(value) in (bool, int, float, str)
+    return value is None or type(value) in (bool, int, float, str, torch.dtype)
 
 
 def _is_plain(optimizer: Any) -> bool:
