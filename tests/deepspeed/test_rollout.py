@@ -71,6 +71,25 @@ def test_answers_are_of_the_newest_weights(stage: int) -> None:
         assert bool((right[:, last.shape[1] :] == 0).all())
 
 
+def test_ranks_that_share_parameters_roll_out_prompts_of_their_own() -> None:
+    """At stage 3 every forward gathers from all ranks; their answers end at different tokens, and one has no prompt."""
+
+    def fn(rank: int) -> tuple[list[int], bool, bool]:
+        model = model_of("Llama").train()
+        model.lm_head.eval()
+        document = {**TRAINING, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=document)[0]
+        rollout = build_rollout(RolloutConfig(), engine, TOKENIZER)
+        request = RolloutRequest(PROMPTS[2 * rank :], (PROMPTS[2 * rank :] > 0).long())
+        found = rollout.generate(request, SamplingConfig(max_new_tokens=3 + rank, temperature=0))
+        assert (rank < 2) == (found.input_ids.shape[0] > 0)
+        return [*found.attention_mask.sum(1).tolist()], model.training, model.lm_head.training
+
+    lengths, training, head = zip(*sim.run(3, fn), strict=True)
+    assert [len(one) for one in lengths] == [3, 1, 0]
+    assert (set(training), set(head)) == ({True}, {False})
+
+
 def test_several_answers_to_each_prompt() -> None:
     engine = SimpleNamespace(module=model_of("Llama").train())
     rollout = HybridEngineRollout(engine, TOKENIZER)

@@ -73,5 +73,36 @@ def test_what_cannot_be_is_told() -> None:
         score(model, [[]], [[4]])
     with pytest.raises(ValueError, match="rows have other lengths"):
         gap([torch.zeros(2)], [torch.zeros(3)])
+    with pytest.raises(ValueError, match="Linear is no causal model of transformers"):
+        score(torch.nn.Linear(2, 2).eval(), [[3]], [[4]])
     with pytest.raises(ValueError, match="training mode"):
         score(model.train(), [[3]], [[4]])
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ([4, -100], r"answer 1 has the token -100; the model has 97, from 0 on"),
+        ([97], r"answer 1 has the token 97; the model has 97"),
+        ([4.5], r"answer 1 is torch.float32; token ids are whole numbers"),
+        ([True], r"answer 1 is torch.bool"),
+        ("ab", r"answer 1 is 'ab'; it must be token ids"),
+        (None, r"answer 1 is None; it must be token ids"),
+        ([[4]], r"answer 1 has shape \(1, 1\); it must be 1-D\."),
+    ],
+)
+def test_answers_that_are_no_tokens_are_told_before_anything_runs(answer: Any, words: str) -> None:
+    model = model_of("Llama")
+    with pytest.raises(ValueError, match=words):
+        score(model, [[3], [4, 5]], [[6], answer])
+    with pytest.raises(ValueError, match=words.replace("answer 1", "prompt 1").replace("1-D\\.", "1-D, with at least")):
+        score(model, [[3], answer], [[6], [7]])
+
+
+def test_gaps_of_nothing_and_of_impossible_tokens() -> None:
+    never = torch.tensor([-torch.inf])
+    assert gap([], []) == Gap(0.0, 0.0, 0)
+    assert gap([never, torch.zeros(1)], [never, torch.ones(1)]) == Gap(0.5, 1.0, 2)
+    assert gap([never], [torch.zeros(1)]).most == torch.inf
+    with pytest.raises(ValueError, match="rows have other lengths"):
+        gap([torch.zeros(2, 3)], [torch.zeros(2, 4)])

@@ -10,7 +10,7 @@ from tests.inject.models import model_of
 pytest.importorskip("transformers")
 
 from zoo import sim
-from zoo.inference import Sampling, generate
+from zoo.inference import Sampling, generate, score
 from zoo.inject import inject
 from zoo.inject.decoder import STATE
 from zoo.zero import GatheredParameters, ZeroOptimizer
@@ -54,3 +54,29 @@ def test_training_has_the_same_bits_and_tokens_are_of_the_newest_weights(stage: 
         for one, other in zip(words, expected, strict=True):
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
         assert not all(torch.equal(mine, theirs) for mine, theirs in zip(words[0], words[2], strict=True))
+
+
+COUNTS = ([3, 5, 2], [4], [])
+"""Lengths of each rank's prompts: ranks have other numbers of forwards to do, and one has none."""
+
+
+def by_rank(stage: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]]:
+    """Tokens of each of three ranks, how likely they were, and what scoring says of them."""
+
+    def fn(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        model = model_of("Llama", torch.float64)
+        ZeroOptimizer(model, stage=stage, lr=1e-2, param_persistence_threshold=0)
+        prompts = some_prompts(COUNTS[rank], seed=rank)
+        tokens, said = generate(
+            model, prompts, max_new_tokens=3 + 4 * rank, slots=2, sampling=SAMPLING, end=[7, 11], logprobs=True
+        )
+        scored = score(model, prompts, [one[rank:] for one in tokens])  # some of another length, and none
+        return tokens, said, scored
+
+    return sim.run(3, fn)
+
+
+def test_ranks_that_have_parts_generate_and_score_what_each_wants() -> None:
+    for mine, right in zip(by_rank(3), by_rank(0), strict=True):
+        assert [len(one) for one in mine] == [len(one) for one in right]
+        assert all(torch.equal(one, other) for a, b in zip(mine, right, strict=True) for one, other in zip(a, b, strict=True))

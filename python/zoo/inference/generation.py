@@ -16,6 +16,8 @@ from zoo.inference.cache import Cache, check_numbers
 from zoo.inference.sampling import Sampling, Words, check_places
 from zoo.inference.scoring import logprob
 from zoo.inference.slots import Slots, Step
+from zoo.inference.together import Together
+from zoo.inference.tokens import check_model, config_of, token_ids
 from zoo.tensor.layers import part_of
 from zoo.tensor.loss import head_in_parts, parts_kept
 
@@ -58,6 +60,9 @@ def generate(
     Up to ``slots`` prompts are generated at once; each is computed alone, then a token of all of them at a time. A row
     that ends is given to the next prompt. Prompts need no padding.
 
+    Where ranks have parts of the parameters (ZeRO stage 3) all of them call this, each with prompts of its own, or
+    none: those that are done first run the model until all are.
+
     Args:
         model: a causal model of transformers, in eval mode, of full or sliding attention; injected
             (:func:`zoo.inject.inject`) or not.
@@ -82,8 +87,9 @@ def generate(
     _check(model, max_new_tokens=max_new_tokens, slots=slots, room=1 if room is None else room)
     if not isinstance(sampling, Sampling):
         raise ValueError(f"sampling={sampling!r}; it must be a zoo.inference.Sampling.")
-    ids, ends = _ids(model, prompts), _ends(model, end)
+    ids, ends, together = token_ids(model, prompts), _ends(model, end), Together(model)
     if not ids:
+        together.finish()
         return Generated([], []) if logprobs else []
     needed = max(len(one) for one in ids) + max_new_tokens
     room = needed if room is None else room
@@ -101,9 +107,9 @@ def generate(
     if why and rows > 1:
         raise ValueError(f"{why}, so that rows of several lengths cannot be computed together; give slots=1.")
     run = _Run(
-        model, Slots(_config(model), rows, room), sampling, ends, max_new_tokens, masked=not why, scores=logprobs
+        model, Slots(config_of(model), rows, room), sampling, ends, max_new_tokens, masked=not why, scores=logprobs
     )
-    tokens = run.all(ids, names)
+    tokens = run.all(ids, names, together)
     return Generated(tokens, [torch.tensor(found) for found in run.logprobs]) if logprobs else tokens
 
 
@@ -117,7 +123,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self.model, self.slots, self.sampling, self.ends, self.most = model, slots, sampling, ends, max_new_tokens
         self.masked = masked or set(slots.windows) != {None}
-        self.config = _config(model)
+        self.config = config_of(model)
         self.how = getattr(self.config, "_attn_implementation", "sdpa")
         self.last_only: dict[str, Any] = {}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
@@ -132,17 +138,19 @@ class _Run:
         if self.head is not None and (part := part_of(self.head)) is not None:
             self.words = Words(part.cut.runs[0][0], part.region.comm)
 
-    def all(self, ids: list[Tensor], names: list[int]) -> list[Tensor]:
+    def all(self, ids: list[Tensor], names: list[int], together: Together) -> list[Tensor]:
         """The tokens of each prompt."""
         self.tokens, self.logprobs = [[] for _ in ids], [[] for _ in ids]
         waiting = list(reversed(range(len(ids))))
         device = next(self.model.parameters()).device
-        while waiting or self.rows:
-            while waiting and len(self.rows) < self.slots.rows:
+        while together.goes_on(bool(waiting or self.rows)):
+            if waiting and len(self.rows) < self.slots.rows:
                 index = waiting.pop()
                 self._begin(ids[index].to(device), index, names[index])
-            if self.rows:
+            elif self.rows:
                 self._step()
+            else:
+                together.idle()
         return [torch.tensor(found, dtype=torch.int64) for found in self.tokens]
 
     def _begin(self, prompt: Tensor, index: int, name: int) -> None:
@@ -201,39 +209,6 @@ class _Run:
         return token in self.ends or len(self.tokens[index]) == self.most
 
 
-def _config(model: nn.Module) -> Any:
-    config: Any = model.config
-    return config.get_text_config(decoder=True)
-
-
-def _ids(model: nn.Module, prompts: Sequence[Tensor | Sequence[int]]) -> list[Tensor]:
-    """Prompts as int64.
-
-    Raises:
-        ValueError: not 1-D, empty, or of other numbers than ids of tokens.
-    """
-    found: list[Tensor] = []
-    ask: Any = getattr(model, "get_input_embeddings", None)  # a wrapper may have none
-    embedding = None if ask is None else ask()
-    words = max(getattr(_config(model), "vocab_size", None) or 0, getattr(embedding, "num_embeddings", 0))
-    for index, prompt in enumerate(prompts):
-        try:
-            one = torch.as_tensor(prompt)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"prompt {index} is {prompt!r}; it must be token ids: call the tokenizer.") from error
-        if one.dim() != 1 or len(one) == 0:
-            raise ValueError(f"prompt {index} has shape {tuple(one.shape)}; it must be 1-D, with at least one token.")
-        if one.is_floating_point() or one.is_complex() or one.dtype is torch.bool:
-            raise ValueError(f"prompt {index} is {one.dtype}; token ids are whole numbers.")
-        least, most = int(one.min()), int(one.max())
-        if least < 0 or (words and most >= words):
-            raise ValueError(
-                f"prompt {index} has the token {least if least < 0 else most}; the model has {words}, from 0 on."
-            )
-        found.append(one.to(torch.int64))
-    return found
-
-
 def _ends(model: nn.Module, end: int | Iterable[int] | None) -> set[int]:
     if end is None:
         end = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -253,7 +228,7 @@ def _one_at_a_time(model: nn.Module) -> str:
     known, name = inspect.signature(type(inner).forward).parameters, type(inner).__name__
     if "position_ids" not in known:
         return f"{name} cannot be told the positions of tokens"
-    if getattr(_config(model), "alibi", False):
+    if getattr(config_of(model), "alibi", False):
         return f"{name} adds ALiBi to scores, and makes it of masks of another kind"
     for path, buffer in model.named_buffers():
         plain = buffer.dtype is torch.bool and buffer.dim() == 4 and buffer.shape[2] == buffer.shape[3]
@@ -263,15 +238,8 @@ def _one_at_a_time(model: nn.Module) -> str:
 
 
 def _check(model: nn.Module, **numbers: int) -> None:
-    if not hasattr(model, "config") or not hasattr(model, "generate"):
-        raise ValueError(
-            f"{type(model).__name__} is no causal model of transformers, which has a config and generates."
-        )
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} has an encoder; zoo.inference.generate is for decoders alone.")
-    if model.training:
-        raise ValueError("the model is in training mode, with dropout; call model.eval() first.")
+    check_model(model, "zoo.inference.generate")
     check_numbers(**numbers)
-    how = getattr(_config(model), "_attn_implementation", "sdpa")
+    how = getattr(config_of(model), "_attn_implementation", "sdpa")
     if how not in ("sdpa", "eager"):
         raise ValueError(f"attn_implementation is {how!r}; zoo.inference.generate knows the masks of sdpa and eager.")

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.inference.together import Together
+from zoo.inference.tokens import check_model, token_ids
+
 Tensor = torch.Tensor
 
 
@@ -52,39 +55,37 @@ def score(
     """The log-probabilities of the tokens of each answer behind its prompt, one forward a row, nothing padded.
 
     With ``inject(model, invariant=True)`` they are, bit for bit, those of
-    :func:`~zoo.inference.generate` with ``logprobs=True``, of fp32 models.
+    :func:`~zoo.inference.generate` with ``logprobs=True``, of fp32 models. Where ranks have parts of the parameters
+    (ZeRO stage 3) all of them call this, each with rows of its own, or none.
 
     Args:
         model: a causal model of transformers, in eval mode.
-        prompts, answers: token ids, 1-D; as many of each.
+        prompts, answers: token ids, whole numbers below the size of the vocabulary, 1-D; as many of each.
 
     Returns:
         For each answer (n,) fp32.
 
     Raises:
-        ValueError: the model trains; other numbers of prompts and answers; a prompt without a token.
+        ValueError: the model trains, or is of another kind; other numbers of prompts and answers; a prompt without a
+            token, or other ids; before anything is computed.
     """
-    if model.training:
-        raise ValueError("the model is in training mode, with dropout; call model.eval() first.")
+    check_model(model, "zoo.inference.score")
     if len(prompts) != len(answers):
         raise ValueError(f"there are {len(prompts)} prompts and {len(answers)} answers; give one for each.")
-    device = next(model.parameters()).device
+    pairs = [*zip(token_ids(model, prompts), token_ids(model, answers, "answer", least=0), strict=True)]
+    device, together = next(model.parameters()).device, Together(model)
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     found = []
-    for index, pair in enumerate(zip(prompts, answers, strict=True)):
-        prompt, answer = (torch.as_tensor(one).to(torch.int64) for one in pair)
-        if prompt.dim() != 1 or answer.dim() != 1 or not len(prompt):
-            raise ValueError(
-                f"prompt {index} has shape {tuple(prompt.shape)} and its answer {tuple(answer.shape)}; both must be "
-                "1-D, and a prompt has at least one token."
-            )
+    for prompt, answer in pairs:
         if not len(answer):
             found.append(torch.empty(0))
             continue
+        together.goes_on(True)
         ids = torch.cat([prompt, answer])[:-1].to(device)
         options: Any = {"logits_to_keep": len(answer)} if keeps else {}
         logits = model(input_ids=ids[None], use_cache=False, **options).logits[0, -len(answer) :]
         found.append(logprob(logits, answer).cpu())
+    together.finish()
     return found
 
 
@@ -94,7 +95,10 @@ def gap(generated: Sequence[Tensor], scored: Sequence[Tensor]) -> Gap:
     Raises:
         ValueError: they are of other numbers of tokens.
     """
-    if [len(one) for one in generated] != [len(one) for one in scored]:
+    if [one.shape for one in generated] != [one.shape for one in scored]:
         raise ValueError("the log-probabilities are not of the same tokens: rows have other lengths.")
-    far = torch.cat([(one.double() - other.double()).abs() for one, other in zip(generated, scored, strict=True)])
-    return Gap(float(far.mean()), float(far.max()), len(far)) if len(far) else Gap(0.0, 0.0, 0)
+    pairs = zip(generated, scored, strict=True)
+    # Where both are -inf they are not apart.
+    far = [torch.where(one == other, 0.0, (one.double() - other.double()).abs()).reshape(-1) for one, other in pairs]
+    all_of = torch.cat(far) if far else torch.empty(0)
+    return Gap(float(all_of.mean()), float(all_of.max()), len(all_of)) if len(all_of) else Gap(0.0, 0.0, 0)

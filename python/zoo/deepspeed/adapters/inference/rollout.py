@@ -32,7 +32,7 @@ class HybridEngineRollout(RolloutEngine):
     Rows end on their own, and the next prompt takes their place. Answers are drawn by place
     (``zoo.inference.Sampling``) with a seed from torch's generator at each call: ``torch.manual_seed`` repeats them,
     whatever the batch. Decoder layers are injected where that is proved (``zoo.inject``); at stage 3 each step gathers
-    each layer.
+    each layer, and ranks that are done first go on until all are.
 
     The first answer of each call is scored as a trainer would. How far its log-probabilities are from those of
     generating is "rollout/logprob_gap" (mean) and "rollout/logprob_gap_most" of the next step's record, in nats;
@@ -75,7 +75,7 @@ class HybridEngineRollout(RolloutEngine):
         module: nn.Module = self.engine.module
         real = request.prompt_attention_mask.bool()
         prompts = [ids[seen].cpu() for ids, seen in zip(request.prompt_ids, real, strict=True) for _ in range(times)]
-        training = module.training
+        training = [one for one in module.modules() if one.training]
         module.eval()
         try:
             self._inject(module)
@@ -84,12 +84,14 @@ class HybridEngineRollout(RolloutEngine):
                 slots=sampling.continuous_batch_size or min(SLOTS, max(len(prompts), 1)), logprobs=True,
             )  # fmt: skip
             report = getattr(getattr(self.engine, "engine", None), "report", None)
-            if report is not None and answers and self.measures_gap:
+            if report is not None and self.measures_gap:  # where ranks have parts of the parameters, on all of them
                 found = gap(said[:1], score(module, prompts[:1], answers[:1]))
-                report("rollout/logprob_gap", found.mean)
-                report("rollout/logprob_gap_most", found.most)
+                if answers:
+                    report("rollout/logprob_gap", found.mean)
+                    report("rollout/logprob_gap_most", found.most)
         finally:
-            module.train(training)
+            for one in training:
+                one.training = True
         return self._batch(request, answers, times)
 
     def _inject(self, module: nn.Module) -> None:
