@@ -73,6 +73,20 @@ def test_wrong_documents_are_told(tmp_path: Path) -> None:
             DeepSpeedTransformerConfig.from_json_file(file)
 
 
+def test_null_is_what_is_not_given_and_another_object_is_no_configuration() -> None:
+    config = DeepSpeedTransformerConfig.from_dict(
+        {**GIVEN, "intermediate_size": None, "seed": None, "local_rank": None}
+    )
+    assert (config.intermediate_size, config.seed, config.local_rank) == (48, -1, -1)
+    assert DeepSpeedTransformerLayer(config)(torch.randn(2, 5, 12)).shape == (2, 5, 12)
+    with pytest.raises(ValueError, match=r"intermediate_size is '48'; it must be a whole number"):
+        layer_of(intermediate_size="48")
+    with pytest.raises(ValueError, match=r"the document is a list; it must be a mapping"):
+        DeepSpeedTransformerConfig.from_dict([1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"config is a dict; it must be a DeepSpeedTransformerConfig"):
+        DeepSpeedTransformerLayer(GIVEN)  # type: ignore[arg-type]
+
+
 def test_layers_are_counted_and_have_their_parameters() -> None:
     before = DeepSpeedTransformerLayer.layer_id
     layers = [layer_of() for _ in range(3)]

@@ -79,4 +79,6 @@ def by_rank(stage: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor], li
 def test_ranks_that_have_parts_generate_and_score_what_each_wants() -> None:
     for mine, right in zip(by_rank(3), by_rank(0), strict=True):
         assert [len(one) for one in mine] == [len(one) for one in right]
-        assert all(torch.equal(one, other) for a, b in zip(mine, right, strict=True) for one, other in zip(a, b, strict=True))
+        assert all(
+            torch.equal(one, other) for a, b in zip(mine, right, strict=True) for one, other in zip(a, b, strict=True)
+        )

@@ -403,3 +403,41 @@ def test_wrong_configurations_are_told_with_the_numbers() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             TransformerLayerConfig(**{**good, **bad})
+    with pytest.raises(ValueError, match=r"config is a dict; it must be a zoo\.nn\.TransformerLayerConfig"):
+        TransformerLayer(good)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pre", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_it_returns_is_written_to_in_place_as_any_layers_is(pre: bool, frozen: bool) -> None:
+    layer = make(pre_layer_norm=pre).requires_grad_(not frozen)
+    found = []
+    for write in (lambda y: y.mul_(3).add_(1), lambda y: y * 3 + 1):
+        x = values(2, 5, 12, seed=1).requires_grad_()
+        write(layer(x)).square().sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.equal(*found)
+    with torch.no_grad():
+        y = layer(values(2, 5, 12, seed=1))
+    assert not y._is_view()
+
+
+@pytest.mark.parametrize("pre", [False, True])
+def test_on_meta_there_are_shapes_and_dtypes(pre: bool) -> None:
+    layer = make(torch.float32, pre_layer_norm=pre).to("meta")
+    x = torch.zeros(2, 5, 12, device="meta", requires_grad=True)
+    y = layer(x)
+    assert (y.shape, y.dtype, y.device.type) == ((2, 5, 12), torch.float32, "meta")
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    with torch.no_grad():
+        assert layer.eval()(x).is_meta
+
+
+def test_transforms_of_functions_are_refused_by_name() -> None:
+    layer, x = make(), values(2, 5, 12, seed=1)
+    for transform in (lambda: torch.func.grad(lambda t: layer(t).sum())(x), lambda: torch.vmap(layer)(x[None])):
+        with pytest.raises(NotImplementedError, match=r"a transform of torch\.func .* over a TransformerLayer"):
+            transform()

@@ -14,6 +14,7 @@ backward starts from is the table of :mod:`.saved`; what it makes again has the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,6 +106,11 @@ class Call:
         return layer_norm(x, weight, bias, eps=self.config.layer_norm_eps)
 
 
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """What is computed here has the dtypes that it says; "meta" has no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
 def forward_of(x: Tensor, mask: Tensor | None, weights: Weights, call: Call, kept: Kept) -> Tensor:
     """y (B, T, C) of x (B, T, C), of the dtype of the call; ``kept`` is told what there is to be kept."""
     c, w, shape = call.config, weights.cast(call.dtype), x.shape
@@ -123,7 +129,9 @@ def forward_of(x: Tensor, mask: Tensor | None, weights: Weights, call: Call, kep
         last = call.normed(out, w.norm_w, w.norm_b)
         kept.keep(output_sum=out, norm_mean=last.mean, norm_rstd=last.rstd)
         out = last.y
-    return out.view(shape)
+    # No view: what an autograd function returns as one cannot be written to in place.
+    result: Tensor = torch.ops.aten._unsafe_view(out, list(shape))
+    return result
 
 
 def _attended(flat: Tensor, shape: Sequence[int], mask: Tensor | None, w: Weights, call: Call, kept: Kept) -> Tensor:
@@ -234,7 +242,7 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor | None, call: Call, *parameters: Tensor) -> Tensor:
         kept = Kept(frozenset(row.name for row in kept_rows(call.config)))
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             out = forward_of(x, mask, Weights(*parameters), call, kept)
         if "output" in kept.names:
             kept["output"] = out
@@ -252,7 +260,7 @@ class LayerFunction(torch.autograd.Function):
             saved["output"] = saved["output"].flatten(0, 1)
         wanted = zip(Weights._fields, ctx.needs_input_grad[3:], strict=True)
         back = _Backward(mask, weights, saved, ctx.call, frozenset(name for name, needed in wanted if needed))
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad):
             dx = backward_of(grad, back, needs_input=ctx.needs_input_grad[0])
         grads = (
             back.grads[name].to(parameter.dtype) if name in back.needs else None

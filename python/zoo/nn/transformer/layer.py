@@ -44,7 +44,7 @@ class TransformerLayer(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: initial values of another number or shape; with the shapes.
+        ValueError: another config; initial values of another number or shape; with the shapes.
     """
 
     def __init__(
@@ -53,6 +53,8 @@ class TransformerLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        if not isinstance(config, TransformerLayerConfig):
+            raise ValueError(f"config is a {type(config).__name__}; it must be a zoo.nn.TransformerLayerConfig.")
         self.layer_config = config
         for name, shape in _shapes(config).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -99,11 +101,16 @@ class TransformerLayer(nn.Module):
 
         Raises:
             ValueError: a shape or dtype that cannot be; a zero in the weight of a normalisation that is inverted.
-            NotImplementedError: the mask wants a gradient.
+            NotImplementedError: the mask wants a gradient; a transform of torch.func.
         """
         # zoo-kernels may be missing where nobody runs a layer.
-        from zoo.nn.transformer.function import Call, LayerFunction, Weights, forward_of
+        from zoo.nn.transformer.function import Call, LayerFunction, Weights, forward_of, without_autocast
 
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotImplementedError(
+                f"a transform of torch.func (vmap, grad, jacrev, jvp, ...) over a {type(self).__name__}, whose backward "
+                "is written by hand: use torch.autograd, or a layer of torch's."
+            )
         dtype = self._compute_dtype(hidden_states)
         self._check(hidden_states, attention_mask)
         config = self.layer_config
@@ -116,14 +123,14 @@ class TransformerLayer(nn.Module):
                 self._check_invertible()
             out: Tensor = LayerFunction.apply(hidden_states, attention_mask, call, *weights)
             return out
-        with torch.no_grad(), torch.autocast(hidden_states.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(hidden_states):
             return forward_of(hidden_states, attention_mask, weights, call, Kept())
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         device, own = x.device.type, self.attn_qkvw.dtype
         if self.layer_config.compute_dtype is not None:
             return self.layer_config.compute_dtype
-        if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
+        if not x.is_meta and torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
             return torch.get_autocast_dtype(device)
         if x.dtype is not own:
             raise ValueError(

@@ -24,12 +24,12 @@ class DeepSpeedTransformerConfig:
     Args:
         batch_size: makes no difference: nothing is set aside.
         hidden_size, heads: of the layer; hidden_size is a multiple of heads.
-        intermediate_size: of the feed-forward part; not above 0: 4·hidden_size.
+        intermediate_size: of the feed-forward part; None or not above 0: 4·hidden_size.
         attn_dropout_ratio, hidden_dropout_ratio: probabilities to drop.
         num_hidden_layers, initializer_range, adjust_init_range: of initial weights (:class:`TransformerLayerConfig`).
         layer_norm_eps: added to variances.
-        local_rank: the device to make the current one, if not negative and there are several.
-        seed: key of dropout's random words; negative: 0.
+        local_rank: the device to make the current one, if not None or negative, and there are several.
+        seed: key of dropout's random words; None or negative: 0.
         fp16: compute in fp16, whatever the dtype of parameters and input.
         pre_layer_norm: normalise the input of each part, else its sum with the residual.
         normalize_invertible, gelu_checkpoint, attn_dropout_checkpoint: what is not kept for backward.
@@ -39,9 +39,9 @@ class DeepSpeedTransformerConfig:
     """
 
     def __init__(
-        self, batch_size: int = -1, hidden_size: int = -1, intermediate_size: int = -1, heads: int = -1,
+        self, batch_size: int = -1, hidden_size: int = -1, intermediate_size: int | None = -1, heads: int = -1,
         attn_dropout_ratio: float = -1, hidden_dropout_ratio: float = -1, num_hidden_layers: int = -1,
-        initializer_range: float = -1, layer_norm_eps: float = 1e-12, local_rank: int = -1, seed: int = -1,
+        initializer_range: float = -1, layer_norm_eps: float = 1e-12, local_rank: int | None = -1, seed: int | None = -1,
         fp16: bool = False, pre_layer_norm: bool = True, normalize_invertible: bool = False,
         gelu_checkpoint: bool = False, adjust_init_range: bool = True, attn_dropout_checkpoint: bool = False,
         stochastic_mode: bool = False, return_tuple: bool = False, training: bool = True,
@@ -49,15 +49,16 @@ class DeepSpeedTransformerConfig:
         self.layer_id = -1
         self.batch_size = batch_size
         self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size if intermediate_size > 0 else 4 * hidden_size
+        derived = intermediate_size is None or (isinstance(intermediate_size, int) and intermediate_size <= 0)
+        self.intermediate_size: Any = 4 * hidden_size if derived else intermediate_size
         self.heads = heads
         self.attn_dropout_ratio = attn_dropout_ratio
         self.hidden_dropout_ratio = hidden_dropout_ratio
         self.num_hidden_layers = num_hidden_layers
         self.initializer_range = initializer_range
         self.layer_norm_eps = layer_norm_eps
-        self.local_rank = local_rank
-        self.seed = seed
+        self.local_rank = -1 if local_rank is None else local_rank
+        self.seed = -1 if seed is None else seed
         self.fp16 = fp16
         self.pre_layer_norm = pre_layer_norm
         self.normalize_invertible = normalize_invertible
@@ -77,6 +78,10 @@ class DeepSpeedTransformerConfig:
         Raises:
             ValueError: other keys; those like them are told.
         """
+        if not isinstance(json_object, Mapping):
+            raise ValueError(
+                f"the document is a {type(json_object).__name__}; it must be a mapping of keys and values."
+            )
         known = [*inspect.signature(cls).parameters]
         unknown = [key for key in json_object if key not in (*known, *_BOOKS)]
         if unknown:

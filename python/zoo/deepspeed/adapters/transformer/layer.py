@@ -31,6 +31,8 @@ class DeepSpeedTransformerLayer(TransformerLayer):
         self, config: DeepSpeedTransformerConfig, initial_weights: Sequence[Tensor] | None = None,
         initial_biases: Sequence[Tensor] | None = None,
     ) -> None:  # fmt: skip
+        if not isinstance(config, DeepSpeedTransformerConfig):
+            raise ValueError(f"config is a {type(config).__name__}; it must be a DeepSpeedTransformerConfig.")
         if config.local_rank >= 0:
             get_accelerator().set_device(config.local_rank)
         super().__init__(config.layer_config(initialises=initial_weights is None), initial_weights, initial_biases)
