@@ -106,10 +106,10 @@ class TransformerLayer(nn.Module):
         # zoo-kernels may be missing where nobody runs a layer.
         from zoo.nn.transformer.function import Call, LayerFunction, Weights, forward_of, without_autocast
 
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotImplementedError(
-                f"a transform of torch.func (vmap, grad, jacrev, jvp, ...) over a {type(self).__name__}, whose backward "
-                "is written by hand: use torch.autograd, or a layer of torch's."
+                f"a transform of torch.func (vmap, grad, jacrev, jvp, ...) over a {type(self).__name__}, whose "
+                "backward is written by hand: use torch.autograd, or a layer of torch's."
             )
         dtype = self._compute_dtype(hidden_states)
         self._check(hidden_states, attention_mask)

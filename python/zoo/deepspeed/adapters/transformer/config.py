@@ -41,8 +41,8 @@ class DeepSpeedTransformerConfig:
     def __init__(
         self, batch_size: int = -1, hidden_size: int = -1, intermediate_size: int | None = -1, heads: int = -1,
         attn_dropout_ratio: float = -1, hidden_dropout_ratio: float = -1, num_hidden_layers: int = -1,
-        initializer_range: float = -1, layer_norm_eps: float = 1e-12, local_rank: int | None = -1, seed: int | None = -1,
-        fp16: bool = False, pre_layer_norm: bool = True, normalize_invertible: bool = False,
+        initializer_range: float = -1, layer_norm_eps: float = 1e-12, local_rank: int | None = -1,
+        seed: int | None = -1, fp16: bool = False, pre_layer_norm: bool = True, normalize_invertible: bool = False,
         gelu_checkpoint: bool = False, adjust_init_range: bool = True, attn_dropout_checkpoint: bool = False,
         stochastic_mode: bool = False, return_tuple: bool = False, training: bool = True,
     ) -> None:  # fmt: skip
