@@ -167,6 +167,16 @@ def test_initialize_configures_the_log_with_all_of_its_section(log: Any) -> None
     assert list(log.comms_dict) == ["all_reduce | [Caller Func: job]"]
 
 
+def test_a_section_says_all_of_the_log_and_not_what_an_earlier_one_said(log: Any) -> None:
+    dist.configure({"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["mine"], "verbose": True}})
+    dist.configure({})  # no section: as it was
+    assert (log.enabled, log.prof_all, log.prof_ops, log.verbose) == (True, False, ["mine"], True)
+    dist.configure({"comms_logger": {"enabled": True}})
+    assert (log.enabled, log.prof_all, log.prof_ops, log.verbose) == (True, True, [], False)
+    dist.configure({"comms_logger": {}})
+    assert not log.enabled
+
+
 def test_the_log_counts_names_that_were_asked_for(log: Any) -> None:
     log.set(**SECTION)
 

@@ -38,7 +38,7 @@ from zoo.deepspeed.adapters.communication.comm_ranks import (
     mpi_discovery,
     new_group,
 )
-from zoo.deepspeed.adapters.communication.comms_log import CommsLogger, comms_logger, run_logged
+from zoo.deepspeed.adapters.communication.comms_log import CommsLogger, CommsLoggerConfig, comms_logger, run_logged
 
 if TYPE_CHECKING:
     from zoo.deepspeed.adapters.root.entry import init_distributed
@@ -319,7 +319,9 @@ def configure(
         section = deepspeed_config.get("comms_logger")
         if section is not None and not (isinstance(section, Mapping) and all(isinstance(key, str) for key in section)):
             raise ConfigError(f"comms_logger: given {section!r} ({type(section).__name__}); it is an object.")
-        comms_logger.set(**(as_meant({"comms_logger": section})["comms_logger"] if section else {}))
+        if section is not None:  # what it does not say is as if nobody had said anything before
+            absent = CommsLoggerConfig().model_dump()
+            comms_logger.set(**{**absent, **as_meant({"comms_logger": section})["comms_logger"]})
     elif deepspeed_config is not None:
         if not hasattr(deepspeed_config, "comms_config"):
             raise ValueError(

@@ -49,8 +49,8 @@ class DeepSpeedTransformerConfig:
         self.layer_id = -1
         self.batch_size = batch_size
         self.hidden_size = hidden_size
-        derived = intermediate_size is None or (isinstance(intermediate_size, int) and intermediate_size <= 0)
-        self.intermediate_size: Any = 4 * hidden_size if derived else intermediate_size
+        inner: Any = intermediate_size
+        self.intermediate_size = 4 * hidden_size if inner is None or (isinstance(inner, int) and inner <= 0) else inner
         self.heads = heads
         self.attn_dropout_ratio = attn_dropout_ratio
         self.hidden_dropout_ratio = hidden_dropout_ratio
