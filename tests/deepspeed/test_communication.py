@@ -173,8 +173,10 @@ def test_a_section_says_all_of_the_log_and_not_what_an_earlier_one_said(log: Any
     assert (log.enabled, log.prof_all, log.prof_ops, log.verbose) == (True, False, ["mine"], True)
     dist.configure({"comms_logger": {"enabled": True}})
     assert (log.enabled, log.prof_all, log.prof_ops, log.verbose) == (True, True, [], False)
-    dist.configure({"comms_logger": {}})
-    assert not log.enabled
+    for silent in ({}, {"enabled": "auto"}, {"enabled": None, "prof_all": "auto"}):
+        dist.configure({"comms_logger": {"enabled": True, "prof_all": False}})
+        dist.configure({"comms_logger": silent})
+        assert (log.enabled, log.prof_all) == (False, True)
 
 
 def test_the_log_counts_names_that_were_asked_for(log: Any) -> None:

@@ -96,6 +96,12 @@ def test_a_model_of_no_known_kind_generates_as_it_is() -> None:
     assert torch.equal(engine.generate(PROMPTS, **GREEDY), before.generate(PROMPTS, **GREEDY))
 
 
+def test_auto_and_null_say_nothing() -> None:
+    for value in ("auto", None):
+        assert type(made(1, enabled=value)) is deepspeed.DeepSpeedEngine
+        assert made(1, max_out_tokens=value).max_out_tokens == 512
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [

@@ -314,14 +314,14 @@ def configure(
     """
     if isinstance(deepspeed_config, Mapping):
         from zoo.config import ConfigError
-        from zoo.deepspeed.adapters.configuration.plain_values import as_meant
+        from zoo.deepspeed.adapters.configuration.plain_values import as_meant, said_in
 
         section = deepspeed_config.get("comms_logger")
         if section is not None and not (isinstance(section, Mapping) and all(isinstance(key, str) for key in section)):
             raise ConfigError(f"comms_logger: given {section!r} ({type(section).__name__}); it is an object.")
         if section is not None:  # what it does not say is as if nobody had said anything before
             absent = CommsLoggerConfig().model_dump()
-            comms_logger.set(**{**absent, **as_meant({"comms_logger": section})["comms_logger"]})
+            comms_logger.set(**{**absent, **said_in(as_meant({"comms_logger": section})["comms_logger"])})
     elif deepspeed_config is not None:
         if not hasattr(deepspeed_config, "comms_config"):
             raise ValueError(

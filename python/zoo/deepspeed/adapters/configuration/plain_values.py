@@ -28,6 +28,11 @@ def as_meant(document: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value_as_meant(_OURS.get(key), value) for key, value in found.items()}
 
 
+def said_in(section: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a section says: null and "auto" say nothing."""
+    return {key: value for key, value in (section or {}).items() if value is not None and value != "auto"}
+
+
 def options_as_meant(factory: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a component, by the types that it writes down."""
     known = argument_types(factory)

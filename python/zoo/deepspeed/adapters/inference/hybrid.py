@@ -10,6 +10,7 @@ import torch
 
 from zoo.config import ConfigError
 from zoo.deepspeed.adapters import told_as
+from zoo.deepspeed.adapters.configuration.plain_values import said_in
 from zoo.deepspeed.adapters.inference.lengths import Lengths, check_lengths
 from zoo.deepspeed.adapters.root.engine import DeepSpeedEngine
 from zoo.deepspeed.adapters.utilities.logs import logger, warning_once
@@ -35,7 +36,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     def __init__(self, engine: Any, config: Mapping[str, Any], mpu: Any = None) -> None:
         super().__init__(engine, config, mpu)
-        most = config["hybrid_engine"].get("max_out_tokens", MAX_OUT_TOKENS)
+        most = said_in(config["hybrid_engine"]).get("max_out_tokens", MAX_OUT_TOKENS)
         if type(most) is not int or most < 1:
             raise ConfigError(f"hybrid_engine.max_out_tokens={most!r}; it must be a whole number, at least 1.")
         self.max_out_tokens: int = most

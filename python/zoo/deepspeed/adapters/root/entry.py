@@ -21,6 +21,7 @@ from zoo.config import ConfigError
 from zoo.deepspeed.adapters import asserting
 from zoo.deepspeed.adapters.communication import comm as communication
 from zoo.deepspeed.adapters.communication import groups
+from zoo.deepspeed.adapters.configuration.plain_values import said_in
 from zoo.deepspeed.adapters.configuration.translation import carry_out, find_document, gradient_allreduce_op, translated
 from zoo.deepspeed.adapters.root.data import is_data_set
 from zoo.deepspeed.adapters.root.engine import DeepSpeedEngine
@@ -218,7 +219,7 @@ def _class_for(model: nn.Module, document: Mapping[str, Any]) -> type[DeepSpeedE
         ValueError: a pipeline is to generate.
     """
     found, section = engine_class(model), document.get("hybrid_engine")
-    if not (isinstance(section, Mapping) and section.get("enabled")):
+    if not (isinstance(section, Mapping) and said_in(section).get("enabled")):
         return found
     if found is not DeepSpeedEngine:
         raise ConfigError(
