@@ -46,6 +46,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.set_threshold(10_000, 10, 10)  # tests make many objects, and few cycles
+    _keep_what_is_imported()
+
+
+def pytest_runtest_logfinish() -> None:
+    if len(sys.modules) > _imported + 200:  # torch._dynamo, transformers
+        _keep_what_is_imported()
+
+
+_imported = 0
+
+
+def _keep_what_is_imported() -> None:
     """What is imported now stays: the collector of cycles, which some tests call, needs not look at it again."""
+    global _imported
     gc.collect()
     gc.freeze()
+    _imported = len(sys.modules)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.profiles import examples
 from torch import nn
 
 import zoo.optim
@@ -72,6 +73,7 @@ def check_mics(case: Case, size: int, local: int, two_stages: bool) -> None:
         same_bits(got, run(case, 3))
 
 
+@examples(times=1, quick=0.67)
 @given(drawn=axes(dtype=torch.float64), two_stages=st.booleans())
 @example(drawn=(Case(world=8, dtype=torch.float64), 4, 2), two_stages=True)
 @example(drawn=(Case(world=6, dtype=torch.float64, accumulation="backwards", clip_norm=0.05), 2, 6), two_stages=False)
@@ -79,6 +81,7 @@ def test_mics_equals_one_process(drawn: tuple[Case, int, int], two_stages: bool)
     check_mics(*drawn, two_stages)
 
 
+@examples(times=1, quick=0.67)
 @given(drawn=axes(), seed=st.integers(0, 50))
 @example(drawn=(Case(world=6, accumulation="backwards", clip_norm=0.05), 2, 6), seed=0)
 def test_shard_groups_have_the_same_bits_at_every_stage(drawn: tuple[Case, int, int], seed: int) -> None:

@@ -29,10 +29,10 @@ drawn = settings_of().flatmap(lambda s: st.tuples(st.just(s), programs(s)))
 
 @pytest.mark.hypothesis
 def test_careless_programs(record_property: Callable[[str, object], None]) -> None:
-    """80 programs in `make test`, 2,000 in `make test-slow`; refusing is the exception."""
+    """15 programs in `make test`, 2,000 in `make test-slow`; refusing is the exception."""
     counts: Counter[str] = Counter()
 
-    @examples(times=8)
+    @examples(times=8, quick=5)
     @given(drawn)
     def check(given: tuple[Setting, list[Use]]) -> None:
         counts.update(run_program(*given))

@@ -26,7 +26,7 @@ drawn = jobs().flatmap(lambda job: st.tuples(st.just(job), programs(job), st.boo
 def test_careless_training(record_property: Callable[[str, object], None]) -> None:
     counts: Counter[str] = Counter()
 
-    @examples(times=4)
+    @examples(times=4, quick=2.67)
     @given(drawn)
     def check(given: tuple[Job, list[Use], bool]) -> None:
         job, program, large = given

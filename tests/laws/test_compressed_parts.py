@@ -240,7 +240,7 @@ LEARNED = {
 }
 
 
-@examples(times=0.5)
+@examples(times=0.5, quick=0.34)
 @given(case=CASES, section=of_parts())
 @deep_example(case=Case(), section=FIXED)
 @example(case=Case(data=2, ends=(1, 3, 4), stage=3), section=FIXED)
@@ -252,7 +252,7 @@ def test_parts_train_as_one_process_trains_the_whole(case: Case, section: dict[s
 
 
 @pytest.mark.slow
-@examples(times=0.5)
+@examples(times=0.5, quick=0.34)
 @given(before=CASES, after=CASES, section=of_parts(), stop=st.integers(1, 3))
 @example(before=Case(fused=True), after=Case(ends=(1, 3, 4), stage=2, fused=True), section=FIXED, stop=2)
 @example(before=Case(data=2), after=Case(ends=(4,)), section=LEARNED, stop=2)

@@ -145,7 +145,7 @@ def test_every_byte_is_forecast_with_where_it_goes(case: Case) -> None:
     sim.run(case.world, fn, seed=case.seed)
 
 
-@examples(times=0.5)
+@examples(times=0.5, quick=0.34)
 @given(case=cases(stages=(3,)), size=st.sampled_from([2, 4]))
 @example(case=Case(data=4, options=(("max_live_parameters", 0),)), size=4)
 def test_backward_gathers_the_same_bits_from_a_secondary_partition(case: Case, size: int) -> None:

@@ -349,7 +349,7 @@ def test_what_cannot_be_is_said() -> None:
     sim.run(2, fn)
 
 
-@examples(times=3)
+@examples(times=3, quick=1.34)
 @given(st.sampled_from(PLACES), st.sampled_from(PLACES), st.sampled_from([ADAM, LAMB]))
 def test_folded_errors_lose_nothing(before: Any, after: Any, way: dict[str, Any]) -> None:
     """One tensor in the place of R + 1, on any number of ranks; who saved goes on with his own."""

@@ -50,7 +50,7 @@ SAME = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", SAME.values(), ids=SAME)
-@examples(times=0.5)
+@examples(times=0.5, quick=0.34)
 @given(case=three_axes.cases())
 @example(case=three_axes.Case(stage=0, tied=(0, 3), data=1, tensor=2, pair_at=1))
 @deep_example(case=three_axes.Case(stage=0, data=1, num_micro=2, tied=(0, 1, 3)))

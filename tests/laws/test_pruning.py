@@ -129,7 +129,7 @@ def run(world: int, stage: int, section: dict[str, Any], *, micro: int = 1, reco
     return found[0]
 
 
-@examples(times=0.5)
+@examples(times=0.5, quick=0.34)
 @given(section=sections(), world=st.sampled_from([2, 4]), micro=st.sampled_from([1, 2]), recompute=st.booleans())
 @example(section=ALL, world=2, micro=1, recompute=True)
 @example(section=FIXED, world=2, micro=1, recompute=False)
@@ -152,7 +152,7 @@ def test_every_stage_has_the_same_masks_and_computes_the_same_bits(
             torch.testing.assert_close(other[:2], first[:2], rtol=1e-9, atol=1e-12)
 
 
-@examples(times=0.5)
+@examples(times=0.5, quick=0.34)
 @given(
     section=sections(), before=st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 3)),
     after=st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 3)), stop=st.integers(1, 3),

@@ -108,7 +108,7 @@ def train(case: Case, model: Decoder, optimizer: ZeroOptimizer, replica: int, st
     return losses, norms
 
 
-@examples(times=0.5)
+@examples(times=0.5, quick=0.34)
 @given(case=cases())
 @example(case=Case(shape=Shape(heads=9, kv=3), degree=2, sequence=True))
 @example(case=Case(shape=Shape(heads=9, kv=3, layout="parts"), degree=4, data=1, stage=2))

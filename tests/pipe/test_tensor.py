@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.laws.test_families import Enter, Leave
+from tests.profiles import examples
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -129,6 +130,7 @@ def cases(draw: st.DrawFn) -> Case:
     )  # fmt: skip
 
 
+@examples(times=1, quick=0.67)
 @given(case=cases())
 @example(case=Case(data=2, stage=3, num_micro=4, clip=0.05))
 def test_matrices_cut_along_the_tensor_axis_train_as_whole_ones(case: Case) -> None:

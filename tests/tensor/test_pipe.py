@@ -23,7 +23,7 @@ STEPS, REPLICAS, MICRO = 2, 2, 2
 def llama(tied: bool) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=37, hidden_size=24, intermediate_size=20, num_hidden_layers=4, num_attention_heads=3,
+        vocab_size=37, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3,
         num_key_value_heads=1, tie_word_embeddings=tied,
     )  # fmt: skip
     return LlamaForCausalLM(config).double()

@@ -16,8 +16,7 @@ from zoo.examples.byte_lm import load
 from zoo.train import read_config, train
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("degree", [2, 3])
+@pytest.mark.parametrize("degree", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_tensor_ranks_have_the_loss_curve_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degree: int
 ) -> None:
