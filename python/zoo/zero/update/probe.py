@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,8 +82,7 @@ def try_out(wrapped: Wrapped) -> Tried:
         return Tried(found)
     name = getattr(make, "__name__", str(make))
     if _is_plain(wrapped.instance or made):
-        known = _key(make, options)
-        return Tried(found, _why_whole(build, name) if known is None else _why_whole_once(*known))
+        return Tried(found, _why_whole(make, options, build, name))
 
     where = found_in(wrapped.instance or made, parameters, held_by(made))
     if where is not None:
@@ -95,28 +93,37 @@ def try_out(wrapped: Wrapped) -> Tried:
     return Tried(found, why, asked=asked, quantises=trial.quantises)
 
 
-def _why_whole(build: Any, name: str) -> str | None:
-    """Of an optimizer that looks at nothing but elements and shapes: any two parameters do."""
-    return Trial(build, [{"params": [nn.Parameter(torch.zeros(3, 4)) for _ in range(2)]}], name).why_whole()
+_outcomes: dict[Any, str | None] = {}
+_MOST_OUTCOMES = 256
 
 
-@functools.lru_cache(maxsize=256)
-def _why_whole_once(make: type, options: tuple[tuple[str, Any], ...], *_: Any) -> str | None:
-    """The same, tried once for a class and its options: what comes out depends on nothing else."""
-    return _why_whole(lambda of: make(of, **dict(options)), make.__name__)
+def _why_whole(make: Any, options: Mapping[str, Any], build: Any, name: str) -> str | None:
+    """Of an optimizer that looks at nothing but elements and shapes: any two parameters do, and the class and its
+    options say what comes out, so that it is tried once."""
+    key = _key(make, options)
+    if key in _outcomes:
+        return _outcomes[key]
+    found = Trial(build, [{"params": [nn.Parameter(torch.zeros(3, 4)) for _ in range(2)]}], name).why_whole()
+    if key is not None:
+        if len(_outcomes) >= _MOST_OUTCOMES:
+            _outcomes.clear()
+        _outcomes[key] = found
+    return found
 
 
-def _key(make: Any, options: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What the outcome depends on; None where that cannot be told from the values of options."""
-    tried = tuple(sorted(in_trial(options).items()))
-    if not isinstance(make, type) or not all(_is_value(value) for _, value in tried):
+def _key(make: Any, options: Mapping[str, Any]) -> Any:
+    """What the outcome depends on; None where the text of options does not say what they are."""
+    tried = in_trial(options)
+    if not isinstance(make, type) or not _is_value(tried):
         return None
-    # As text too: 0, 0.0 and False are equal. The step: somebody may replace it in the class.
-    return make, tried, repr(tried), getattr(make, "step", None), torch.get_default_dtype()
+    # As text: 0, 0.0 and False are equal. The step: somebody may replace it in the class.
+    return make, getattr(make, "step", None), torch.get_default_dtype(), repr(sorted(tried.items()))
 
 
 def _is_value(value: Any) -> bool:
-    if isinstance(value, tuple):
+    if type(value) is dict:
+        return all(type(key) is str and _is_value(inner) for key, inner in value.items())
+    if type(value) in (tuple, list):
         return all(map(_is_value, value))
     return value is None or type(value) in (bool, int, float, str, torch.dtype)
 
