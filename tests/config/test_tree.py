@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 
 from zoo.config import Config, ConfigError, Section, json_schema, load, register_section
 from zoo.config.fates import Fate, refused, translated
+from zoo.config.section import fields_by_key
 from zoo.registry import Registry
 
 
@@ -175,3 +176,13 @@ def test_the_cores_keys_at_the_root() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert load({"train_batch_size": 1, "fp32_allreduce": True}).communication_data_type == "fp32"
+
+
+def test_the_keys_of_a_section_are_each_callers_own() -> None:
+    class Later(Section):
+        first: int = Field(1, alias="one", description="d")
+
+    keys = fields_by_key(Later)
+    assert keys == {"first": "first", "one": "first"}
+    keys["two"] = "first"
+    assert fields_by_key(Later) == {"first": "first", "one": "first"}

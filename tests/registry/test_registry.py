@@ -85,6 +85,7 @@ def test_overrides_and_scopes_leave_no_trace(steps: list[tuple[str, bool]]) -> N
             if use_scope and name not in registry.names("k"):
                 with registry.scope():
                     registry.register("k", name, object())
+                    assert name in registry.names("k")
                     nest(rest)
             else:
                 mark = object()

@@ -19,6 +19,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from weakref import WeakKeyDictionary
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -144,11 +145,18 @@ def documented_default(field: FieldInfo) -> Any:
 
 def fields_by_key(section: type[BaseModel]) -> dict[str, str]:
     """Every spelling of every key of a section → the field's name."""
-    keys = {name: name for name in section.model_fields}
-    for name, field in section.model_fields.items():
-        for alias in aliases_of(field):
-            keys.setdefault(alias, name)
-    return keys
+    fields = section.model_fields
+    known = _keys.get(section)
+    if known is None or known[0] is not fields:  # pydantic gives a class that is built again another table
+        keys = {name: name for name in fields}
+        for name, field in fields.items():
+            for alias in aliases_of(field):
+                keys.setdefault(alias, name)
+        known = _keys[section] = fields, keys
+    return dict(known[1])
+
+
+_keys: WeakKeyDictionary[type[BaseModel], tuple[Any, dict[str, str]]] = WeakKeyDictionary()
 
 
 def section_of(annotation: Any) -> type[Section] | None:

@@ -65,6 +65,7 @@ class Registry:
         discover: Callable[[], Iterable[EntryPoint]] | None = None,
     ) -> None:
         self._claims: dict[tuple[str, str], list[Entry]] = {}
+        self._names: dict[str, list[str]] = {}  # by kind, what `names` has found; emptied where claims change
         self._problems: list[str] = []
         self._discover = discover
         self._lock = threading.RLock()
@@ -103,6 +104,7 @@ class Registry:
         entry = Entry(kind, name, factory, origin or _origin_of(factory))
         with self._lock:
             claims = self._claims.setdefault(_key(kind, name), [])
+            self._names.clear()
             same = any(
                 claim.target is factory or (isinstance(factory, str) and claim.target == factory) for claim in claims
             )
@@ -126,11 +128,13 @@ class Registry:
                 self._find(kind, name)
             before = self._claims[key]  # contested or not: an override is how a contested name is decided
             known = before[0].name
+            self._names.clear()
             self._claims[key] = [Entry(kind, known, factory, origin or f"override, {_origin_of(factory)}")]
         try:
             yield
         finally:
             with self._lock:
+                self._names.clear()
                 self._claims[key] = before
 
     @contextmanager
@@ -143,6 +147,7 @@ class Registry:
             yield self
         finally:
             with self._lock:
+                self._names.clear()
                 self._claims = before
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -157,7 +162,10 @@ class Registry:
         """All names of a kind, sorted; empty for a kind nobody has used. Nothing is imported."""
         with self._lock:
             self._load_entry_points()
-            return sorted(claims[0].name for (known, _), claims in self._claims.items() if known == kind)
+            if kind not in self._names:
+                found = (claims[0].name for (known, _), claims in self._claims.items() if known == kind)
+                self._names[kind] = sorted(found)
+            return list(self._names[kind])
 
     def entry(self, kind: str, name: str) -> Entry:
         """Who claims a name and where the component is, without importing it.
@@ -256,6 +264,7 @@ class Registry:
             # The core may say twice what it says once in a table and once as an entry point; a plug-in may not.
             if entry not in claims:
                 claims.append(entry)
+        self._names.clear()
 
 
 def installed() -> Iterable[EntryPoint]:
