@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses import meta_utils
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zoo.shard.call_stack import SAVES, TORCH_FUNCTIONS, called_by, nothing_of, split_for_torch
 from zoo.shard.dtensors import is_dtensor
@@ -44,6 +46,7 @@ _DATA: Any = torch.Tensor.data
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _LOADS = nn.Module._load_from_state_dict.__code__
 _CONVERTS = nn.Module._apply.__code__
+_DESCRIBES = meta_utils.safe_grad.__code__
 _PARAMETRISE = ("torch.nn.utils.parametri", "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
 _CONVERT_FIRST = " Convert a model before the optimizer is constructed, or close() it first."
@@ -156,6 +159,10 @@ def _get_grad(self: Any) -> torch.Tensor | None:
     bucket = self._zoo_bucket
     if bucket.gradients is None:
         return None
+    if sys._getframe(1).f_code is _DESCRIBES:  # a compiler that makes a graph, perhaps amid tensors without values
+        with _disable_current_modes():
+            found = bucket.gradients.visible(self._zoo_slot)
+        return None if isinstance(found, PartitionedGradient) else found
     found = bucket.gradients.visible(self._zoo_slot)
     quiet = bucket.quiet and bucket.placements.states.is_split  # else programs count on gradients, and are told
     return None if quiet and isinstance(found, PartitionedGradient) else found

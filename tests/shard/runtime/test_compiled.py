@@ -197,6 +197,45 @@ def test_other_units_parameters_are_used_in_a_forward_of_compiled_modules(what: 
     assert all(torch.equal(state[name], other[name]) for name in other)
 
 
+@pytest.mark.parametrize(
+    ("stage", "backend"),
+    [
+        (2, "eager"), (3, "eager"), (0, "aot_eager"),
+        *(pytest.param(stage, "aot_eager", marks=pytest.mark.slow) for stage in (1, 2, 3)),
+    ],
+)  # fmt: skip
+def test_a_graph_is_made_while_there_are_gradients(stage: int, backend: str) -> None:
+    """Of a validation between a step and the next zero_grad(), and of the second micro-batch of a step."""
+
+    def fn(rank: int, compiles: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        model: Any = Stack()
+        optimizer = ZeroOptimizer(model, stage=stage, lr=0.1, param_persistence_threshold=0, reduce_bucket_size=1)
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        if compiles:
+            compile_blocks(model, backend)
+        optimizer.backward(model(torch.ones(3, 4)).sum())
+        optimizer.step()
+        with torch.no_grad():
+            said = [model.eval()(torch.ones(5, 4))]
+        assert model.blocks[2].up.weight.grad is not None
+        return said, optimizer.consolidated_parameters()
+
+    ((found, state),), ((right, other),) = (sim.run(1, lambda rank, c=c: fn(rank, c)) for c in (True, False))
+    assert all(map(torch.equal, found, right))
+    assert all(torch.equal(state[name], other[name]) for name in other)
+
+
+def test_a_model_with_reduced_gradients_is_exported() -> None:
+    def fn(rank: int) -> None:
+        model = Stack()
+        optimizer = ZeroOptimizer(model, stage=2, lr=0.1)
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        exported: Any = torch.export.export(model, (torch.ones(2, 4),)).module()
+        assert torch.equal(exported(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+    sim.run(1, fn)
+
+
 def test_gradients_are_where_they_are_without_a_compiler() -> None:
     def fn(rank: int) -> None:
         model: Any = Stack()
