@@ -170,6 +170,18 @@ class Bucket:
             )
         owner.writes.change(self, slot, value)
 
+    def check_gradient(self, slot: int, gradient: torch.Tensor) -> None:
+        """Raise ValueError unless ``gradient`` can be added to that of a parameter."""
+        name = self.called(slot)
+        if self.gradients is None:
+            raise ValueError(f"accumulate() got the parameter {name!r}, which is frozen and has no gradient.")
+        wanted = (tuple(self.layout.tensors[slot].shape), self.spec.dtype, self.device)
+        if (tuple(gradient.shape), gradient.dtype, gradient.device) != wanted:
+            raise ValueError(
+                f"accumulate() got a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, on "
+                f"{gradient.device} for {name!r}, which has shape {wanted[0]}, {wanted[1]}, on {wanted[2]}."
+            )
+
     def end(self) -> None:
         """Nothing is kept any more: neither whole nor this rank's shard. It cannot be used again."""
         self.parameters.drop()

@@ -6,17 +6,19 @@ refused to everybody; and *shown*, while somebody uses them. Legend: see ``bucke
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zoo.comm import Handle, advance
+from zoo.comm import Handle
 from zoo.layout import FlatLayout
+from zoo.shard.gathering import Gathering
 from zoo.shard.guard import Guard, assign_data, raw_data
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.offload.tiers import OffloadError
@@ -64,8 +66,7 @@ class BucketParameters:
         self.saved = False
         self.secondary: torch.Tensor | None = None
         self.aliases: dict[int, torch.Tensor] = {}
-        self._handle: Handle | None = None
-        self._reading: tuple[Any, torch.Tensor] | None = None
+        self._gathering: Gathering | None = None
         self.samples: Samples | None = None
         self._lay_out(source)
 
@@ -149,33 +150,17 @@ class BucketParameters:
         self._route = routes.exact if exact else routes.gather
         self._guard.open()
         self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
-        if self.secondary is not None and routes.secondary is not None and not (exact and self.rounds):
-            self._handle = routes.secondary.start(self.full, self.secondary, self._label)
-        elif self.shard.values is not None and self.shard.values.device == self.full.device:
-            self._handle = self._route.start(self.full, self.shard.values, self._label)
-        elif self.shard.packed is not None:
-            packed = self.shard.packed.to(self.full.device, non_blocking=True)
-            self.shard.copying()
-            self._handle = packed.start(self.full, self._label)
-        else:
-            self._gather_from_tier(self.shard)
+        with self._freed_if_lost():
+            self._gathering = Gathering(self, self.full, exact=exact)
         self.presence = _UNSHARDING
 
-    def _gather_from_tier(self, shard: RoleBuffer) -> None:
-        low, high = self.bucket.own_range
-        own = self.full[low:high]
-        if shard.values is not None:
-            own.copy_(shard.values, non_blocking=True)
-            shard.copying()
-            self._handle = self._route.start(self.full, own, self._label)
-            return
-        # What comes from NVMe is exchanged later: all ranks do that in the same order.
-        into = own if shard.pack is None else own.view(torch.uint8)[: shard.stored_nbytes]
-        if own.device.type != "cpu" and not shard.reaches(own.device):
-            into = shard.buffer(into.numel(), into.dtype)
+    @contextlib.contextmanager
+    def _freed_if_lost(self) -> Iterator[None]:
+        """What NVMe does not give leaves nothing that is valid."""
         try:
-            self._reading = (shard.begin_read(into, urgent=True), into)
+            yield
         except OffloadError:
+            self._gathering = None
             self.free()
             raise
 
@@ -208,41 +193,19 @@ class BucketParameters:
             self.presence = _HIDDEN
 
     def advance(self) -> None:
-        """A gather that has two stages, and has been under way for a while, goes on to the second."""
-        if self._reading is not None:
-            self._exchange()
-        else:
-            advance(self._handle)
-
-    def _exchange(self) -> None:
-        """What was read from NVMe goes to all ranks."""
-        if self._reading is None:
-            return
-        (future, read), self._reading = self._reading, None
-        try:
-            self.shard.finish(future)
-        except OffloadError:
-            self.free()  # nothing of it is valid
-            raise
-        if self.shard.pack is not None:
-            # It may lie in the memory that is gathered into: that is written when what was sent has arrived.
-            self._handle = self.shard.pack.over(read).to(self.full.device).start(self.full, self._label)
-            return
-        low, high = self.bucket.own_range
-        own = self.full[low:high]
-        if read.device != own.device:
-            own.copy_(read)
-        self._handle = self._route.start(self.full, own, self._label)
+        """See :meth:`Gathering.advance`."""
+        if self._gathering is not None:
+            with self._freed_if_lost():
+                self._gathering.advance()
 
     def finish(self) -> None:
         """Wait for the gather that is under way."""
         if self.presence is not _UNSHARDING:
             raise self._cannot("waiting for a gather of the parameters", _UNSHARDING)
-        if self._reading is not None:
-            self._exchange()
-        handle, self._handle, self.presence = self._handle, None, _SHARDED  # unless it ends well
-        if handle is not None:
-            handle.wait()
+        gathering, self._gathering, self.presence = self._gathering, None, _SHARDED  # unless it ends well
+        if gathering is not None:
+            with self._freed_if_lost():
+                gathering.finish()
         self.presence = _HIDDEN
 
     def keep_part(self) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from zoo.parts.hooks import hide_from_compiler, is_compiled
+from zoo.parts.hooks import hide_from_compiler, is_compiled, own_hook
 from zoo.shard.buckets import Bucket
 from zoo.shard.runtime.contexts import Unit
 
@@ -52,6 +52,14 @@ class Compiled:
             if any(id(p) in inside for p in bucket.spec.parameters):
                 bucket.parameters.share_class()
 
+    def hide_from_whole_graphs(self) -> None:
+        """A graph of all of the model has events in the places of hooks: these do nothing while it is traced."""
+        self.hide(whole=True)
+        for handle in self._hooks:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hooks[handle.id] = own_hook(_untraced(hooks[handle.id]))
+
     def compile_units(self, **options: Any) -> int:
         """``module.compile(**options)`` of each unit that has no other one inside and is more than one layer: hooks run
         outside of the graphs, and equal units have one. Where there is none, of the model. How many there are."""
@@ -62,3 +70,10 @@ class Compiled:
             module.compile(**options)
         self.hide(whole=not inner)
         return len(inner)
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        return None if torch.compiler.is_compiling() else hook(*args, **kwargs)
+
+    return untraced

@@ -29,7 +29,7 @@ from zoo.shard.runtime.compiled import Compiled
 from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Unit
 from zoo.shard.runtime.executor import Executor
 from zoo.shard.runtime.external import registered
-from zoo.shard.runtime.outputs import tensors_in
+from zoo.shard.runtime.outputs import hook_gradient, refuse_output, tensors_in
 from zoo.shard.runtime.residency import Residency, ResidencyPolicy
 from zoo.shard.runtime.walk import Demand, Reductions
 
@@ -54,6 +54,8 @@ class Runtime:
         votes: where ranks agree on gathers, None where all of them need the same ones.
 
     Attributes:
+        buckets: all of them. hooked: units with hooks, by the name that they had at construction.
+        cast_inputs: a hook that makes inputs of another dtype, where that is asked for.
         unreduced: some backward accumulated without reducing. waiting: gradients of parameters that ranks with other
             layers have too are to be reduced.
         reduced: there is a reduced gradient to step with.
@@ -77,16 +79,16 @@ class Runtime:
         self.unreduced = self.reduced = self.waiting = False
         self.executor, self.recovery = executor, recovery
         self._votes = votes
-        self._buckets = list(buckets)
+        self.buckets = list(buckets)
         self._mine = frozenset(buckets)
-        self.reductions = Reductions(self._buckets, executor, reduce_dtype=precision.reduce)
-        self.residency = Residency(self._buckets, executor, policy)
+        self.reductions = Reductions(self.buckets, executor, reduce_dtype=precision.reduce)
+        self.residency = Residency(self.buckets, executor, policy)
         self.contexts = Contexts()
         self.backward = Backward(
-            self.contexts, self.residency, self.reductions, self._buckets, executor=executor, comm=comm,
+            self.contexts, self.residency, self.reductions, self.buckets, executor=executor, comm=comm,
             overlap=config.overlap_comm, on_end=self._after_backward, recovery=recovery, divergent=votes is not None,
         )  # fmt: skip
-        self._demand = None if config.ignore_unused_parameters else Demand(self._buckets)
+        self._demand = None if config.ignore_unused_parameters else Demand(self.buckets)
         self._context: Context | None = None
         self._driven: Context | None = None  # takes what runs until the schedule says otherwise
         self._depth = 0
@@ -100,18 +102,20 @@ class Runtime:
         self._model = units[0].module
         self._hooks: list[Any] = self._demand.hooks if self._demand is not None else []
         self.units: list[Unit] = []
-        self._has_partitioned = any(b.partitioned for b in self._buckets)
-        self._trains = any(b.spec.trainable for b in self._buckets)
-        self._hooked: dict[str, Unit] = {}
+        self._has_partitioned = any(b.partitioned for b in self.buckets)
+        self._trains = any(b.spec.trainable for b in self.buckets)
+        self.hooked: dict[str, Unit] = {}
+        self.cast_inputs: Callable[..., Any] | None = None
         if precision.inputs is not None:
             cast = own_hook(cast_inputs(precision.inputs))
             self._hooks.append(self._model.register_forward_pre_hook(cast, with_kwargs=True))
+            self.cast_inputs = cast
         self._install(units)
-        self.compiled = Compiled(self._model, self._hooks, self.units, self._buckets)
+        self.compiled = Compiled(self._model, self._hooks, self.units, self.buckets)
 
     def _install(self, specs: Sequence[UnitSpec]) -> None:
         by_unit: dict[str, list[Bucket]] = {spec.name: [] for spec in specs}
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for name in dict.fromkeys(bucket.spec.units):
                 by_unit[name].append(bucket)
         for spec in specs:
@@ -123,22 +127,22 @@ class Runtime:
             leave = own_hook(BoundHook(self._exit, unit))
             self._hooks.append(spec.module.register_forward_pre_hook(enter))
             self._hooks.append(spec.module.register_forward_hook(leave, always_call=True))
-            self._hooked[spec.name] = unit
-        for name, unit in self._hooked.items():
-            unit.within = frozenset(self._hooked[above] for above in _above(name) if above in self._hooked)
-        for bucket in self._buckets:
+            self.hooked[spec.name] = unit
+        for name, unit in self.hooked.items():
+            unit.within = frozenset(self.hooked[above] for above in _above(name) if above in self.hooked)
+        for bucket in self.buckets:
             bucket.on_refused = self._take_external
         for module in self._model.modules():
             for parameter in registered(module):
                 owner = getattr(parameter, "_zoo_bucket", None)
-                if owner in self._buckets:
+                if owner in self.buckets:
                     self.set_external(module, owner, present=True)
 
     def remove(self) -> None:
         """Take all hooks off the model."""
         for hook in (*self._hooks, *self.backward.arrivals):
             hook.remove()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket.gradients is not None:
                 bucket.gradients.unhook()
 
@@ -191,7 +195,7 @@ class Runtime:
 
     def _begin_pass(self, unit: Unit, module: nn.Module) -> None:
         if self._has_partitioned:
-            check_partitioned_call(self._buckets)
+            check_partitioned_call(self.buckets)
         if self.backward.running:
             self.backward.check_running()
         self.settle_failure()
@@ -213,7 +217,7 @@ class Runtime:
         if _graph_task() != -1 and not (self._running and self._running[-1] is unit):
             if torch.is_grad_enabled():
                 for tensor in tensors_in(output):
-                    self._hook(tensor, partial(self.backward.on_late, unit))
+                    hook_gradient(tensor, partial(self.backward.on_late, unit))
             return
         self._depth -= 1
         context = self._context
@@ -227,16 +231,53 @@ class Runtime:
                 elif output is not None:
                     self._record(unit, context, output)
         finally:
-            try:
-                if unit.partitioned:
-                    self._events.append(context is not None and len(context.calls) > before)
-                    self.residency.exit(unit.partitioned, backward=self._trains and torch.is_grad_enabled())
-            finally:
-                self._running.pop()
+            self._leave(unit, called=context is not None and len(context.calls) > before)
             if self._depth == 0:
                 if output is None and self._has_partitioned:
                     self._tell(exception_of_call())
                 self._end_pass()
+
+    def _leave(self, unit: Unit, *, called: bool) -> None:
+        try:
+            if unit.partitioned:
+                self._events.append(called)
+                self.residency.exit(unit.partitioned, backward=self._trains and torch.is_grad_enabled())
+        finally:
+            self._running.pop()
+
+    # The same in a compiled graph of all of the model
+
+    def enter_in_graph(self, unit: Unit) -> Context | None:
+        """The graph comes to what ``unit`` computes. The context in which it runs."""
+        (self._enter if unit.name else self._enter_model)(unit, unit.module, ())
+        return self._context
+
+    def leave_in_graph(self, unit: Unit, *, called: bool) -> int:
+        """It is past that; ``called``: backward will come back. The number of the call in its context, or -1."""
+        unit.depth -= 1
+        self._depth -= 1
+        context, number = self._context, -1
+        if called and context is not None:
+            number = len(context.calls)
+            context.calls.append(unit)
+        self._leave(unit, called=number >= 0)
+        return number
+
+    def end_graph(self, output: Any) -> None:
+        """The graph has run."""
+        unit = self._running[0]
+        self._exit(unit, unit.module, (), output)
+
+    def add_in_graph(self, bucket: Bucket, slot: int, gradient: torch.Tensor) -> None:
+        """A gradient of a parameter is there, in a backward that may be for something else."""
+        if self.backward.walk.accumulates:
+            self._add(bucket, slot, gradient)
+
+    def abandon_graph(self, error: BaseException) -> None:
+        """It has failed."""
+        if self._depth:
+            self._tell(error)
+            self._abandon_forward()
 
     def _tell(self, error: BaseException | None) -> None:
         """A forward fails on this rank: where it has gathered, other ranks may be in its next gathers."""
@@ -245,36 +286,17 @@ class Runtime:
 
     def _record(self, unit: Unit, context: Context, output: Any) -> None:
         index = -1
-        unknown = self._refuse_output if unit.gradients and torch.is_grad_enabled() else None
-        for tensor in tensors_in(output, unknown and partial(unknown, unit)):
+        unknown = refuse_output if unit.gradients and torch.is_grad_enabled() else None
+        for tensor in tensors_in(output, unknown and partial(unknown, unit.name)):
             if tensor.requires_grad:
                 if index < 0:
                     context.calls.append(unit)
                     index = len(context.calls) - 1
                 if (bucket := getattr(tensor, "_zoo_bucket", None)) in self._mine:
                     context.returned[bucket] = None
-                self._hook(tensor, partial(self.backward.on_output_grad, context, index))
+                hook_gradient(tensor, partial(self.backward.on_output_grad, context, index))
         if index < 0 and unit.partitioned and unit.gradients and torch.is_grad_enabled():
             context.calls.append(unit)  # frozen for a while, perhaps on this rank alone: others come back to it
-
-    @staticmethod
-    def _refuse_output(unit: Unit, value: Any) -> None:
-        name = type(value).__name__
-        where = f"{unit.name!r}" if unit.name else "the model"
-        raise TypeError(
-            f"{where} returned {'an' if name[0] in 'AEIOU' else 'a'} {name}, in which no tensors can be found: "
-            "backward could not tell when it comes back to the module. Return tensors, tuples, lists, dicts, "
-            "dataclasses or objects with attributes, or make the class known by "
-            "torch.utils._pytree.register_pytree_node."
-        )
-
-    @staticmethod
-    def _hook(tensor: torch.Tensor, function: Callable[..., None]) -> None:
-        node = tensor.grad_fn
-        if node is not None:
-            node.register_prehook(function)
-        elif tensor.requires_grad and getattr(tensor, "_zoo_bucket", None) is None:  # a parameter stays
-            tensor.register_hook(function)  # type: ignore[no-untyped-call]
 
     def _end_pass(self) -> None:
         context, self._context = self._context, None
@@ -293,7 +315,7 @@ class Runtime:
         self._running.clear()
         for unit in self.units:
             unit.depth = 0
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.active = 0
         self.residency.clear()
 
@@ -329,25 +351,21 @@ class Runtime:
     def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """See :meth:`zoo.zero.ShardedModel.accumulate`."""
         bucket = getattr(parameter, "_zoo_bucket", None)
-        if bucket not in self._buckets:
+        if bucket not in self.buckets:
             raise ValueError(
                 f"accumulate() got a {type(parameter).__name__} of shape {tuple(parameter.shape)}, which is no "
                 "parameter of this model."
             )
         slot: int = parameter._zoo_slot  # type: ignore[attr-defined]
-        name, spec = bucket.called(slot), bucket.spec
-        if bucket.gradients is None:
-            raise ValueError(f"accumulate() got the parameter {name!r}, which is frozen and has no gradient.")
-        wanted = (tuple(parameter.shape), spec.dtype, bucket.device)
-        if (tuple(gradient.shape), gradient.dtype, gradient.device) != wanted:
-            raise ValueError(
-                f"accumulate() got a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, on "
-                f"{gradient.device} for {name!r}, which has shape {wanted[0]}, {wanted[1]}, on {wanted[2]}."
-            )
+        bucket.check_gradient(slot, gradient)
         if self.backward.failed:
             raise RuntimeError(FAILED)
-        bucket.gradients.add(slot, gradient.detach())
+        self._add(bucket, slot, gradient.detach())
         self.note_unreduced()
+
+    def _add(self, bucket: Bucket, slot: int, gradient: torch.Tensor) -> None:
+        if bucket.gradients is not None:
+            bucket.gradients.add(slot, gradient)
         if self._demand is not None:
             self._demand.saw(bucket, slot)
 
@@ -361,7 +379,7 @@ class Runtime:
             raise ValueError(f"this {type(module).__name__} is not part of the model of the optimizer.")
         if self._depth:
             raise ValueError("external parameters are registered outside of the model's forward.")
-        hooked = {id(unit.module): unit for unit in self._hooked.values()}  # its path may have been another one then
+        hooked = {id(unit.module): unit for unit in self.hooked.values()}  # its path may have been another one then
         while id(modules[path]) not in hooked:
             path = path.rpartition(".")[0]
         return hooked[id(modules[path])].set_external(bucket, present=present)
@@ -463,10 +481,10 @@ class Runtime:
             self.backward.failed = False
             self.backward.refused = self.backward.with_graph = 0
             self.unreduced = self.reduced = self.waiting = False
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 if bucket.gradients is not None:
                     bucket.gradients.drop()
-            self._buckets[0].memory.give_back()
+            self.buckets[0].memory.give_back()
 
     def note_calls(self, key: Hashable) -> None:
         """The forward that has just ended was that of micro-batch ``key`` of a window."""
@@ -478,7 +496,7 @@ class Runtime:
         self.contexts.refuse_older()
         if self._has_partitioned:
             self.residency.clear()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.read_whole = False
 
 

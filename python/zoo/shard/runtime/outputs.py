@@ -66,3 +66,24 @@ def _items(value: Any, unknown: Callable[[Any], None] | None) -> list[Any]:
 def _slots_of(cls: type) -> tuple[str, ...]:
     slots = cls.__dict__.get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def refuse_output(unit: str, value: Any) -> None:
+    """Raise TypeError: ``value``, which the unit of this name returned, is of a class in which nothing can be found."""
+    name = type(value).__name__
+    where = repr(unit) if unit else "the model"
+    raise TypeError(
+        f"{where} returned {'an' if name[0] in 'AEIOU' else 'a'} {name}, in which no tensors can be found: "
+        "backward could not tell when it comes back to the module. Return tensors, tuples, lists, dicts, "
+        "dataclasses or objects with attributes, or make the class known by "
+        "torch.utils._pytree.register_pytree_node."
+    )
+
+
+def hook_gradient(tensor: torch.Tensor, function: Callable[..., None]) -> None:
+    """Call ``function`` when the gradient of ``tensor`` is there, unless that is a parameter."""
+    node = tensor.grad_fn
+    if node is not None:
+        node.register_prehook(function)
+    elif tensor.requires_grad and getattr(tensor, "_zoo_bucket", None) is None:  # a parameter stays
+        tensor.register_hook(function)  # type: ignore[no-untyped-call]

@@ -1,0 +1,153 @@
+"""The backend that torch.compile is given: torch traces and differentiates, passes rewrite, a compiler of torch makes
+code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import fx
+
+from zoo.compile.capture import Captured
+from zoo.compile.passes.keep import keep, keep_between_units
+from zoo.compile.passes.pin import PINS, lower_events
+from zoo.compile.passes.place import place
+from zoo.compile.plan import GraphPlan, placeholders
+
+Backend = Literal["inductor", "aot_eager"]
+Pass = Callable[[fx.GraphModule, GraphPlan], fx.GraphModule]
+
+PASSES: tuple[Pass, ...] = (keep, place)
+
+
+class Run(Protocol):
+    """Runs a compiled graph."""
+
+    def __call__(
+        self, plan: GraphPlan, compiled: Callable[[list[Any]], Any], values: list[Any], *, backward: bool
+    ) -> Any:
+        """``compiled(values)``, with what belongs around it."""
+
+
+def compile_graph(
+    graph: fx.GraphModule, inputs: Sequence[Any], plan: GraphPlan, *, backend: Backend, passes: Sequence[Pass], run: Run
+) -> Callable[..., Any]:
+    """Code for a traced model.
+
+    Args:
+        graph, inputs: as torch.compile gives them. plan: of it. backend: what makes code of the rewritten graphs.
+        passes: over the forward and the backward graph. run: is called in the place of each.
+    """
+    maker = _Maker(plan, passes, run)
+    # What torch remembers of whole compilations would run no pass. It remembers graphs, after the passes.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        if backend == "inductor":
+            return maker.inductor(graph, inputs)
+        return maker.eager(graph, inputs)
+
+
+class _Maker:
+    """Makes code of the graphs of one traced model."""
+
+    def __init__(self, plan: GraphPlan, passes: Sequence[Pass], run: Run) -> None:
+        self._plan, self._passes, self._run = plan, passes, run
+        self._rewritten: dict[bool, fx.GraphModule] = {}  # by whether it is that of backward
+
+    def eager(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Graphs that run as they are."""
+        from torch._dynamo.backends.common import aot_autograd
+
+        def compiler(backward: bool) -> Callable[..., Any]:
+            def compiled(part: fx.GraphModule, given: Sequence[Any]) -> Any:
+                rewritten, _ = self._rewrite(part, given, backward=backward)
+                return self._running(lambda values: rewritten.forward(*values), backward)
+
+            return compiled
+
+        made = aot_autograd(
+            fw_compiler=compiler(False), bw_compiler=compiler(True), inference_compiler=compiler(False),
+            partition_fn=self.partition,
+        )  # fmt: skip
+        return made(graph, list(inputs))
+
+    def inductor(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Code of inductor."""
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        lower_events()
+
+        def inner(part: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+            backward = bool(options.get("is_backward"))
+            rewritten, given = self._rewrite(part, given, backward=backward)
+            return self._running(compile_fx_inner(rewritten, given, **options), backward)
+
+        pins = {**PINS, "custom_partitioner_fn": _partitioner(self.partition)}
+        return compile_fx(graph, list(inputs), inner_compile=inner, config_patches=pins)
+
+    def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        """The graphs of forward and backward, and the same rewritten: what cannot be, is known before anything runs.
+
+        torch goes on with the first ones: it looks at them for what needs gradients.
+        """
+        from functorch.compile import min_cut_rematerialization_partition
+
+        keep_between_units(joint, self._plan)
+        made = min_cut_rematerialization_partition(joint, inputs, **options)
+        for part, backward in zip(made, (False, True), strict=True):
+            if not backward:
+                self._plan.names = [node.name for node in placeholders(part.graph)]
+                self._plan.num_returned = options["num_fwd_outputs"]
+            self._rewritten[backward] = self._passed(copy.deepcopy(part), backward=backward)
+        return made
+
+    def _rewrite(self, part: fx.GraphModule, given: Sequence[Any], *, backward: bool) -> Any:
+        """The rewritten graph, and what it is called with."""
+        rewritten = self._rewritten.pop(backward, None)
+        if rewritten is None:  # without gradients
+            self._plan.names = [node.name for node in placeholders(part.graph)]
+            self._plan.num_returned = len(list(part.graph.output_node().args[0]))  # type: ignore[arg-type]
+            rewritten = self._passed(part, backward=False)
+        mode = torch._guards.detect_fake_mode(list(given))
+        order = torch.zeros(1, dtype=torch.int64)
+        order = order if mode is None else mode.from_tensor(order)
+        for node in placeholders(rewritten.graph):
+            node.meta.setdefault("val", order)
+        return rewritten, [*given, order]
+
+    def _passed(self, part: fx.GraphModule, *, backward: bool) -> fx.GraphModule:
+        self._plan.backward = backward
+        for apply in self._passes:
+            part = apply(part, self._plan)
+        for node in part.graph.nodes:
+            node.meta.pop("mutation_region_id", None)  # what torch remembers of where no events were
+        part.recompile()
+        return part
+
+    def _running(self, compiled: Callable[[list[Any]], Any], backward: bool) -> Any:
+        carry_out, plan = self._run, self._plan
+
+        def run(values: list[Any]) -> Any:
+            return carry_out(plan, compiled, values, backward=backward)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # as torch calls it: with a list, which may be emptied
+        return run
+
+
+def _partitioner(partition: Callable[..., Any]) -> Any:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        """Code is remembered by the graphs that come out, whoever made them."""
+
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
+            return partition(gm, joint_inputs, **options)
+
+        def uuid(self) -> str:
+            return "zoo.compile"
+
+        def __reduce__(self) -> Any:
+            return str, (self.uuid(),)
+
+    return Partitioner()

@@ -1,0 +1,104 @@
+"""What a compiled graph asks of the runtime, as operations of torch.
+
+``enter_`` and ``leave_`` stand where a unit's forward begins and ends, ``back_`` where backward comes to a call of it, and
+``accumulate`` takes the gradient of one parameter. They call what the hooks of an uncompiled model call
+(:class:`zoo.shard.runtime.hooks.Runtime`): who gathers, releases and reduces when is decided there, once.
+
+All of them write, as torch sees it, to ``order``, so that none is left out and none comes before another one; and to the
+parameters that come or go, so that nothing reads these at another time. Those are inputs of the graph, whose memory
+nobody uses for anything else. By the underscore at the end of a name torch's passes know what no fusion may cross; it
+may cross ``accumulate``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+LIBRARY = torch.library.Library("zoo_compile", "FRAGMENT")
+LIBRARY.define("enter_(Tensor(a!) order, Tensor(b!)[] values, int call) -> ()")
+LIBRARY.define("leave_(Tensor(a!) order, Tensor(b!)[] values, int call) -> ()")
+LIBRARY.define("back_(Tensor(a!) order, Tensor(b!)[] values, int call) -> ()")
+LIBRARY.define("accumulate(Tensor(a!) order, Tensor gradient, int bucket, int slot) -> ()")
+
+
+class Execution(Protocol):
+    """One execution of a graph on this rank."""
+
+    def enter(self, call: int) -> None:
+        """The forward of this call of a unit begins: what it uses is here afterwards."""
+
+    def leave(self, call: int) -> None:
+        """It is over."""
+
+    def back(self, call: int) -> None:
+        """The backward of this call is next."""
+
+    def accumulate(self, gradient: torch.Tensor, bucket: int, slot: int) -> None:
+        """Add to the gradient of a parameter."""
+
+
+class _Running(threading.local):
+    """Each thread runs graphs of its own: backward may have another one than forward."""
+
+    def __init__(self) -> None:
+        self.executions: list[Execution] = []
+
+
+_RUNNING = _Running()
+
+
+class executing:  # noqa: N801  (a context manager)
+    """The operations of graphs that run inside belong to ``execution``."""
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+
+    def __enter__(self) -> None:
+        _RUNNING.executions.append(self._execution)
+
+    def __exit__(self, *_: object) -> None:
+        _RUNNING.executions.pop()
+
+
+def _now() -> Execution:
+    if not _RUNNING.executions:
+        raise RuntimeError(
+            "a graph of zoo.compile runs outside of its model: it gathers nothing by itself. Call the model."
+        )
+    return _RUNNING.executions[-1]
+
+
+def _enter(order: torch.Tensor, values: Sequence[torch.Tensor], call: int) -> None:
+    _now().enter(call)
+
+
+def _leave(order: torch.Tensor, values: Sequence[torch.Tensor], call: int) -> None:
+    _now().leave(call)
+
+
+def _back(order: torch.Tensor, values: Sequence[torch.Tensor], call: int) -> None:
+    _now().back(call)
+
+
+def _accumulate(order: torch.Tensor, gradient: torch.Tensor, bucket: int, slot: int) -> None:
+    _now().accumulate(gradient, bucket, slot)
+
+
+def _fake(*_: object) -> None:
+    """Nothing comes of them."""
+
+
+for _name, _carry_out in {"enter_": _enter, "leave_": _leave, "back_": _back, "accumulate": _accumulate}.items():
+    for _key in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, _carry_out, _key)
+    torch.library.register_fake(f"zoo_compile::{_name}", _fake, lib=LIBRARY)
+
+ENTER, LEAVE, BACK, ACCUMULATE = (
+    torch.ops.zoo_compile.enter_.default, torch.ops.zoo_compile.leave_.default, torch.ops.zoo_compile.back_.default,
+    torch.ops.zoo_compile.accumulate.default,
+)  # fmt: skip
+EVENTS = frozenset({ENTER, LEAVE, BACK})

@@ -1,0 +1,62 @@
+"""What passes know of the graph they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from zoo.compile.capture import Captured
+from zoo.shard.buckets import Bucket
+
+
+class Step(NamedTuple):
+    """An operation on what the one before it gave: ``args`` come after that."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: dict[str, Any]
+
+
+@dataclass
+class GraphPlan:
+    """Of a model: what was captured, and what a pass over its forward has to tell those over its backward.
+
+    Attributes:
+        captured: of the traced model. names: of the inputs of the forward graph, in order.
+        num_returned: the first outputs of the forward graph are the model's; the others are kept for backward.
+        remade: by the name of an input of the backward graph that is a parameter although torch meant something that is
+            made of it: that of the parameter's input, and how to make it.
+        backward: the graph at hand is that of backward.
+        report: what passes have to say, by pass.
+    """
+
+    captured: Captured
+    names: list[str] = field(default_factory=list)
+    num_returned: int = 0
+    remade: dict[str, tuple[str, list[Step]]] = field(default_factory=dict)
+    backward: bool = False
+    report: dict[str, list[str]] = field(default_factory=dict)
+
+    def parameters(self, graph: fx.Graph) -> dict[fx.Node, tuple[Bucket, int]]:
+        """The inputs of this graph that are parameters: bucket and slot of each."""
+        inputs = {self.names[i]: found for i, found in self.captured.inputs.items()}
+        inputs |= {name: inputs[source] for name, (source, _) in self.remade.items()}
+        return {node: inputs[node.name] for node in placeholders(graph) if node.name in inputs}
+
+    def say(self, name: str, what: str) -> None:
+        """For the report."""
+        self.report.setdefault(name, []).append(what)
+
+
+def placeholders(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The inputs of a graph, in order."""
+    return (node for node in graph.nodes if node.op == "placeholder")
+
+
+def output_of(graph: fx.Graph) -> fx.Node:
+    """What it returns."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")

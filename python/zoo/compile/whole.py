@@ -1,0 +1,173 @@
+"""A model that runs as one graph, where it can."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zoo.compile.backend import PASSES, Backend, Pass, compile_graph
+from zoo.compile.capture import Captured, NotWholeError, capture
+from zoo.compile.ops import executing
+from zoo.compile.plan import GraphPlan
+
+if TYPE_CHECKING:
+    from zoo.shard.runtime.contexts import Context
+    from zoo.shard.runtime.hooks import Runtime
+
+_log = logging.getLogger("zoo.compile")
+_graph_task = torch._C._current_graph_task_id
+
+
+
+class WholeGraph:
+    """Stands where ``module.compile()`` puts the compiled call.
+
+    What cannot be a graph is carried by the hooks, with the reason in the log, once. Ranks decide that alone: they issue
+    the same collectives either way.
+
+    Args:
+        runtime: of the model. model: all of it. backend: makes code of the graphs. passes: over them.
+        options: of ``torch.compile``: ``dynamic``, ``mode``, ``options``.
+
+    Attributes:
+        reasons: why calls were not whole graphs, by whether the model trained and whether gradients were asked for.
+        plans: of the graphs that there are.
+    """
+
+    def __init__(
+        self, runtime: Runtime, model: nn.Module, *, backend: Backend = "inductor", passes: Sequence[Pass] = PASSES,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._runtime, self._model, self._backend, self._passes = runtime, model, backend, tuple(passes)
+        self.reasons: dict[tuple[bool, bool], str] = {}
+        self.plans: list[GraphPlan] = []
+        self._order = torch.zeros(1, dtype=torch.int64, device=runtime.buckets[0].device)
+        self._calls: weakref.WeakKeyDictionary[Context, dict[int, int]] = weakref.WeakKeyDictionary()
+        runtime.compiled.hide_from_whole_graphs()
+        self._compiled = torch.compile(_call_of(model), backend=self._make, fullgraph=True, **(options or {}))
+
+    def _make(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        plan = GraphPlan(capture(graph, inputs, self._runtime, self._model))
+        made = compile_graph(graph, inputs, plan, backend=self._backend, passes=self._passes, run=self._run)
+        self.plans.append(plan)
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        mode = self._model.training, torch.is_grad_enabled()
+        if mode in self.reasons or _graph_task() != -1:
+            return self._by_hooks(args, kwargs)
+        if (cast := self._runtime.cast_inputs) is not None:
+            args, kwargs = cast(self._model, args, kwargs) or (args, kwargs)
+        try:
+            with torch._dynamo.config.patch(ignore_logger_methods=_log_methods()):
+                output = self._compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self._note(mode, error)
+            return self._by_hooks(args, kwargs)
+        except BaseException as error:
+            self._runtime.abandon_graph(error)
+            raise
+        self._runtime.end_graph(output)
+        return output
+
+    def _by_hooks(self, args: Any, kwargs: Any) -> Any:
+        return self._model._call_impl(*args, **kwargs)
+
+    def _note(self, mode: tuple[bool, bool], error: BaseException) -> None:
+        cause = getattr(error, "inner_exception", error)
+        if isinstance(cause, NotWholeError) and cause.again:
+            return
+        why = str(cause).partition("\n")[0]
+        self.reasons[mode] = why
+        _log.warning(
+            "%s is no whole graph %s, and runs as if it was not compiled: %s", type(self._model).__name__,
+            "in training" if mode[0] else "in evaluation", why,
+        )  # fmt: skip
+
+    # While a graph runs ----------------------------------------------------------------------------------------------
+
+    def _run(self, plan: GraphPlan, compiled: Callable[[list[Any]], Any], values: list[Any], *, backward: bool) -> Any:
+        self._check(plan, values, backward)
+        values.append(self._order)
+        execution = _Backward(self, plan.captured) if backward else _Forward(self, plan.captured)
+        with executing(execution):
+            return compiled(values)
+
+    def _check(self, plan: GraphPlan, values: Sequence[Any], backward: bool) -> None:
+        """A graph is that of these parameters."""
+        if not backward:
+            for number, (bucket, slot) in plan.captured.inputs.items():
+                storage = values[number].untyped_storage()._cdata
+                if storage != bucket.parameters.full.untyped_storage()._cdata:
+                    raise AssertionError(f"a graph of {bucket.called(slot)!r} was called with another parameter.")
+
+
+class _Forward:
+    """A forward graph runs."""
+
+    def __init__(self, whole: WholeGraph, captured: Captured) -> None:
+        self._runtime, self._captured = whole._runtime, captured
+        self._numbers: dict[int, int] = {}
+        self._whole = whole
+
+    def enter(self, call: int) -> None:
+        with torch.set_grad_enabled(self._captured.trains):  # torch runs the graph of a forward without
+            context = self._runtime.enter_in_graph(self._captured.calls[call].unit)
+        if call == 0 and context is not None:
+            self._whole._calls[context] = self._numbers
+
+    def leave(self, call: int) -> None:
+        made = self._captured.calls[call]
+        with torch.set_grad_enabled(self._captured.trains):
+            self._numbers[call] = self._runtime.leave_in_graph(made.unit, called=made.called)
+
+    def back(self, call: int) -> None:
+        raise AssertionError("backward in a forward graph.")
+
+    def accumulate(self, gradient: torch.Tensor, bucket: int, slot: int) -> None:
+        raise AssertionError("a gradient in a forward graph.")
+
+
+class _Backward:
+    """A backward graph runs."""
+
+    def __init__(self, whole: WholeGraph, captured: Captured) -> None:
+        self._runtime, self._captured = whole._runtime, captured
+        self._context = self._runtime.backward.walk.at
+        if self._context is None or self._context not in whole._calls:
+            raise RuntimeError("a backward graph runs outside of a backward through the model's output.")
+        self._numbers = whole._calls[self._context]
+
+    def enter(self, call: int) -> None:
+        raise AssertionError("a forward in a backward graph.")
+
+    leave = enter
+
+    def back(self, call: int) -> None:
+        self._runtime.backward.on_output_grad(self._context, self._numbers[call], None)
+
+    def accumulate(self, gradient: torch.Tensor, bucket: int, slot: int) -> None:
+        self._runtime.add_in_graph(self._runtime.buckets[bucket], slot, gradient)
+
+
+def _call_of(model: nn.Module) -> Callable[..., Any]:
+    """The call of a model, which torch traces as a function of its own."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    return call
+
+
+def _log_methods() -> set[Any]:
+    """A graph ends where a model logs: what it says in a graph is left out."""
+    return {method for name, method in vars(logging.Logger).items() if name.startswith(_LEVELS)}
+
+
+_LEVELS = ("debug", "info", "warning", "error", "critical", "log")
