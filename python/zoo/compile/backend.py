@@ -10,16 +10,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import fx
 
-from zoo.compile.capture import Captured
-from zoo.compile.passes.keep import keep, keep_between_units
+from zoo.compile.contract import Registered
+from zoo.compile.passes.keep import keep_between_units
 from zoo.compile.passes.pin import PINS, lower_events
-from zoo.compile.passes.place import place
-from zoo.compile.plan import GraphPlan, placeholders
+from zoo.compile.plan import GraphPlan, placeholders, values_of
 
 Backend = Literal["inductor", "aot_eager"]
-Pass = Callable[[fx.GraphModule, GraphPlan], fx.GraphModule]
-
-PASSES: tuple[Pass, ...] = (keep, place)
 
 
 class Run(Protocol):
@@ -32,8 +28,14 @@ class Run(Protocol):
 
 
 def compile_graph(
-    graph: fx.GraphModule, inputs: Sequence[Any], plan: GraphPlan, *, backend: Backend, passes: Sequence[Pass], run: Run
-) -> Callable[..., Any]:
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    plan: GraphPlan,
+    *,
+    backend: Backend,
+    passes: Sequence[Registered],
+    run: Run,
+) -> Callable[..., Any]:  # fmt: skip
     """Code for a traced model.
 
     Args:
@@ -44,14 +46,16 @@ def compile_graph(
     # What torch remembers of whole compilations would run no pass. It remembers graphs, after the passes.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         if backend == "inductor":
-            return maker.inductor(graph, inputs)
-        return maker.eager(graph, inputs)
+            made: Callable[..., Any] = maker.inductor(graph, inputs)
+        else:
+            made = maker.eager(graph, inputs)
+    return made
 
 
 class _Maker:
     """Makes code of the graphs of one traced model."""
 
-    def __init__(self, plan: GraphPlan, passes: Sequence[Pass], run: Run) -> None:
+    def __init__(self, plan: GraphPlan, passes: Sequence[Registered], run: Run) -> None:
         self._plan, self._passes, self._run = plan, passes, run
         self._rewritten: dict[bool, fx.GraphModule] = {}  # by whether it is that of backward
 
@@ -91,7 +95,7 @@ class _Maker:
 
         torch goes on with the first ones: it looks at them for what needs gradients.
         """
-        from functorch.compile import min_cut_rematerialization_partition
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         keep_between_units(joint, self._plan)
         made = min_cut_rematerialization_partition(joint, inputs, **options)
@@ -107,7 +111,7 @@ class _Maker:
         rewritten = self._rewritten.pop(backward, None)
         if rewritten is None:  # without gradients
             self._plan.names = [node.name for node in placeholders(part.graph)]
-            self._plan.num_returned = len(list(part.graph.output_node().args[0]))  # type: ignore[arg-type]
+            self._plan.num_returned = len(values_of(part.graph))
             rewritten = self._passed(part, backward=False)
         mode = torch._guards.detect_fake_mode(list(given))
         order = torch.zeros(1, dtype=torch.int64)
@@ -119,7 +123,10 @@ class _Maker:
     def _passed(self, part: fx.GraphModule, *, backward: bool) -> fx.GraphModule:
         self._plan.backward = backward
         for apply in self._passes:
-            part = apply(part, self._plan)
+            before = len(part.graph.nodes)
+            part = apply.apply(part, self._plan)
+            where = "backward" if backward else "forward"
+            self._plan.say(apply.name, f"{where}: {before} → {len(part.graph.nodes)} nodes")
         for node in part.graph.nodes:
             node.meta.pop("mutation_region_id", None)  # what torch remembers of where no events were
         part.recompile()

@@ -69,6 +69,21 @@ class Captured:
         """The calls that backward comes to, the latest that ended first."""
         return sorted((i for i, call in enumerate(self.calls) if call.called), key=lambda i: -self.calls[i].ends)
 
+    def backs(self) -> list[int]:
+        """The same without the model itself, to whose call a hook on its output goes."""
+        return [number for number in self.in_backward() if number != 0]
+
+    def brought_at(self, bucket: Bucket) -> int | None:
+        """The call in whose backward a bucket is gathered first; None: before the graph, or never."""
+        calls = [number for number in self.in_backward() if bucket in self.calls[number].buckets]
+        return calls[0] if calls and calls[0] != 0 else None
+
+    def over_at(self, bucket: Bucket) -> int | None:
+        """The call at whose backward nothing needs a bucket any more: the latest that ended before the first that uses
+        it began; None: after the graph."""
+        begins = min(call.begins for call in self.calls if bucket in call.buckets)
+        return next((number for number in self.backs() if self.calls[number].ends < begins), None)
+
 
 def capture(graph: fx.GraphModule, inputs: Sequence[Any], runtime: Runtime, model: nn.Module) -> Captured:
     """Read a graph as torch.compile traces it.

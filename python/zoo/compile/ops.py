@@ -1,11 +1,11 @@
 """What a compiled graph asks of the runtime, as operations of torch.
 
-``enter_`` and ``leave_`` stand where a unit's forward begins and ends, ``back_`` where backward comes to a call of it, and
-``accumulate`` takes the gradient of one parameter. They call what the hooks of an uncompiled model call
+``enter_`` and ``leave_`` stand where a unit's forward begins and ends, ``back_`` where backward comes to a call of it,
+and ``accumulate`` takes the gradient of one parameter. They call what the hooks of an uncompiled model call
 (:class:`zoo.shard.runtime.hooks.Runtime`): who gathers, releases and reduces when is decided there, once.
 
-All of them write, as torch sees it, to ``order``, so that none is left out and none comes before another one; and to the
-parameters that come or go, so that nothing reads these at another time. Those are inputs of the graph, whose memory
+All of them write, as torch sees it, to ``order``, so that none is left out and none comes before another one; and to
+the parameters that come or go, so that nothing reads these at another time. Those are inputs of the graph, whose memory
 nobody uses for anything else. By the underscore at the end of a name torch's passes know what no fusion may cross; it
 may cross ``accumulate``.
 """
@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-LIBRARY = torch.library.Library("zoo_compile", "FRAGMENT")
-LIBRARY.define("enter_(Tensor(a!) order, Tensor(b!)[] values, int call) -> ()")
-LIBRARY.define("leave_(Tensor(a!) order, Tensor(b!)[] values, int call) -> ()")
-LIBRARY.define("back_(Tensor(a!) order, Tensor(b!)[] values, int call) -> ()")
+LIBRARY: Any = torch.library.Library("zoo_compile", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _event in ("enter_", "leave_", "back_"):
+    LIBRARY.define(f"{_event}(Tensor(a!) order, Tensor(b!)[] values, int call) -> ()")
 LIBRARY.define("accumulate(Tensor(a!) order, Tensor gradient, int bucket, int slot) -> ()")
 
 
@@ -51,7 +50,7 @@ class _Running(threading.local):
 _RUNNING = _Running()
 
 
-class executing:  # noqa: N801  (a context manager)
+class executing:
     """The operations of graphs that run inside belong to ``execution``."""
 
     def __init__(self, execution: Execution) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +24,7 @@ class Event:
     """
 
     target: torch._ops.OpOverload
-    args: tuple[object, ...]
+    args: tuple[Any, ...]
     before: list[fx.Node] = field(default_factory=list)
     after: list[fx.Node] = field(default_factory=list)
 
@@ -51,12 +52,11 @@ def place(graph: fx.Graph, events: Sequence[Event]) -> list[fx.Node]:
         after[node] += event.after
         for later in event.before:
             after[later].append(node)
-    for one, other in zip(made, made[1:], strict=False):
-        after[other].append(one)
+    _chain(made, after)
     for belongs in (_is_random, _writes):
         _chain((n for n in nodes if belongs(n)), after)
     _chain((n for n in nodes if n.op == "placeholder"), after)
-    after[nodes[-1]] += [node for node in (*nodes[:-1], *made)]
+    after[nodes[-1]] += [*nodes[:-1], *made]
     order = _sorted(after, rank)
     for node in order:  # each goes to the end in turn
         graph._root.prepend(node)

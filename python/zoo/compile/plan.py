@@ -59,4 +59,17 @@ def placeholders(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def output_of(graph: fx.Graph) -> fx.Node:
     """What it returns."""
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    found: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return found
+
+
+def values_of(graph: fx.Graph) -> list[Any]:
+    """What it returns, one by one."""
+    returned: Any = output_of(graph).args[0]
+    return list(returned)
+
+
+def return_values(graph: fx.Graph, values: list[Any]) -> None:
+    """Return these."""
+    output = output_of(graph)
+    output.args = (tuple(values) if isinstance(output.args[0], tuple) else values,)

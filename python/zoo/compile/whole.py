@@ -5,33 +5,37 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zoo.compile.backend import PASSES, Backend, Pass, compile_graph
+from zoo.compile.backend import Backend, compile_graph
 from zoo.compile.capture import Captured, NotWholeError, capture
+from zoo.compile.contract import Registered, Schedule, validate_schedule
 from zoo.compile.ops import executing
+from zoo.compile.passes import DEFAULT
 from zoo.compile.plan import GraphPlan
 
 if TYPE_CHECKING:
     from zoo.shard.runtime.contexts import Context
     from zoo.shard.runtime.hooks import Runtime
+    from zoo.shard.sharded import ShardedModel
 
 _log = logging.getLogger("zoo.compile")
 _graph_task = torch._C._current_graph_task_id
 
 
-
 class WholeGraph:
     """Stands where ``module.compile()`` puts the compiled call.
 
-    What cannot be a graph is carried by the hooks, with the reason in the log, once. Ranks decide that alone: they issue
-    the same collectives either way.
+    What cannot be a graph is carried by the hooks, with the reason in the log, once. Ranks decide that alone: they
+    issue the same collectives either way.
 
     Args:
-        runtime: of the model. model: all of it. backend: makes code of the graphs. passes: over them.
+        runtime: of the model. model: all of it. backend: makes code of the graphs.
+        schedule: which passes run over them, from which update on; see :func:`~zoo.compile.validate_schedule`.
         options: of ``torch.compile``: ``dynamic``, ``mode``, ``options``.
 
     Attributes:
@@ -40,20 +44,28 @@ class WholeGraph:
     """
 
     def __init__(
-        self, runtime: Runtime, model: nn.Module, *, backend: Backend = "inductor", passes: Sequence[Pass] = PASSES,
-        options: Mapping[str, Any] | None = None,
+        self, runtime: Runtime, model: nn.Module, *, backend: Backend = "inductor",
+        schedule: Schedule = ((0, DEFAULT),), options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self._runtime, self._model, self._backend, self._passes = runtime, model, backend, tuple(passes)
+        self._runtime, self._model, self._backend = runtime, model, backend
+        self._options, self._schedule = dict(options or {}), validate_schedule(schedule)
         self.reasons: dict[tuple[bool, bool], str] = {}
         self.plans: list[GraphPlan] = []
         self._order = torch.zeros(1, dtype=torch.int64, device=runtime.buckets[0].device)
-        self._calls: weakref.WeakKeyDictionary[Context, dict[int, int]] = weakref.WeakKeyDictionary()
-        runtime.compiled.hide_from_whole_graphs()
-        self._compiled = torch.compile(_call_of(model), backend=self._make, fullgraph=True, **(options or {}))
+        # By context: of each graph that ran in it, the numbers that calls have there.
+        self._calls: weakref.WeakKeyDictionary[Context, list[dict[int, int]]] = weakref.WeakKeyDictionary()
+        self._use(self._schedule[0][1])
+        runtime.compiled.use_whole_graph(self)
 
-    def _make(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _use(self, passes: tuple[Registered, ...]) -> None:
+        """From now on these run: torch compiles anew."""
+        self._passes = passes
+        backend = partial(self._make, passes)  # another object each time: graphs of the one before are not used
+        self._compiled = torch.compile(_call_of(self._model), backend=backend, fullgraph=True, **self._options)
+
+    def _make(self, passes: Sequence[Registered], graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         plan = GraphPlan(capture(graph, inputs, self._runtime, self._model))
-        made = compile_graph(graph, inputs, plan, backend=self._backend, passes=self._passes, run=self._run)
+        made = compile_graph(graph, inputs, plan, backend=self._backend, passes=passes, run=self._run)
         self.plans.append(plan)
         return made
 
@@ -62,10 +74,16 @@ class WholeGraph:
         mode = self._model.training, torch.is_grad_enabled()
         if mode in self.reasons or _graph_task() != -1:
             return self._by_hooks(args, kwargs)
+        if mode[1] and (watched := self._runtime.compiled.watched_gradient()) is not None:
+            self._note(mode, NotWholeError(f"a hook waits for the gradient of {watched!r}"))
+            return self._by_hooks(args, kwargs)
+        passes = next(p for step, p in reversed(self._schedule) if step <= self._runtime.contexts.updates)
+        if passes is not self._passes:
+            self._use(passes)
         if (cast := self._runtime.cast_inputs) is not None:
             args, kwargs = cast(self._model, args, kwargs) or (args, kwargs)
         try:
-            with torch._dynamo.config.patch(ignore_logger_methods=_log_methods()):
+            with torch._dynamo.config.patch(ignore_logger_methods=_log_methods(), skip_nnmodule_hook_guards=False):
                 output = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             self._note(mode, error)
@@ -77,7 +95,7 @@ class WholeGraph:
         return output
 
     def _by_hooks(self, args: Any, kwargs: Any) -> Any:
-        return self._model._call_impl(*args, **kwargs)
+        return self._model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _note(self, mode: tuple[bool, bool], error: BaseException) -> None:
         cause = getattr(error, "inner_exception", error)
@@ -120,7 +138,7 @@ class _Forward:
         with torch.set_grad_enabled(self._captured.trains):  # torch runs the graph of a forward without
             context = self._runtime.enter_in_graph(self._captured.calls[call].unit)
         if call == 0 and context is not None:
-            self._whole._calls[context] = self._numbers
+            self._whole._calls.setdefault(context, []).append(self._numbers)
 
     def leave(self, call: int) -> None:
         made = self._captured.calls[call]
@@ -139,10 +157,18 @@ class _Backward:
 
     def __init__(self, whole: WholeGraph, captured: Captured) -> None:
         self._runtime, self._captured = whole._runtime, captured
-        self._context = self._runtime.backward.walk.at
-        if self._context is None or self._context not in whole._calls:
+        context = self._runtime.backward.walk.at
+        if context is None or context not in whole._calls:
             raise RuntimeError("a backward graph runs outside of a backward through the model's output.")
-        self._numbers = whole._calls[self._context]
+        if not self._runtime.backward.walk.accumulates and self._runtime.backward.returns_gradients():
+            raise RuntimeError(
+                "torch.autograd.grad of parameters through a whole graph: it takes their gradients to where the "
+                "optimizer has them. Use loss.backward() and p.grad, or compile the model's units (engine.compile()), "
+                "or nothing."
+            )
+        self._context = context
+        at = self._context.cursor  # the call of the model itself, in whose backward this is
+        self._numbers = next(n for n in reversed(whole._calls[self._context]) if max(n.values(), default=-1) < at)
 
     def enter(self, call: int) -> None:
         raise AssertionError("a forward in a backward graph.")
@@ -156,11 +182,36 @@ class _Backward:
         self._runtime.add_in_graph(self._runtime.buckets[bucket], slot, gradient)
 
 
+def compile_whole(
+    sharded: ShardedModel, backend: Backend = "inductor", *, schedule: Schedule = ((0, DEFAULT),), **options: Any
+) -> WholeGraph:
+    """Run a model as one graph from now on, at every stage, where it can be one.
+
+    Ranks need not agree: those whose model is no whole graph, or is compiled later, begin the same communication.
+
+    Args:
+        sharded: ``optimizer.sharded`` of a ZeRO optimizer, or a :class:`~zoo.shard.ShardedModel`.
+        backend: "inductor", or "aot_eager", which runs the graphs as they are.
+        schedule: which passes run over the graphs, from which update of the parameters on.
+        options: of ``torch.compile``.
+
+    Raises:
+        ValueError: the schedule is none; the ranks go their own ways (``divergent``), so that a graph of one is of no
+            use to the others.
+    """
+    if sharded.votes is not None:
+        raise ValueError(
+            "a whole graph of a model whose ranks go their own ways (divergent=True): they vote on each gather. "
+            "Compile its units: engine.compile(), or module.compile() of each."
+        )
+    return WholeGraph(sharded.runtime, sharded.module, backend=backend, schedule=schedule, options=options)
+
+
 def _call_of(model: nn.Module) -> Callable[..., Any]:
     """The call of a model, which torch traces as a function of its own."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     return call
 

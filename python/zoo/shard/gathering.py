@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import Handle, advance
-from zoo.shard.offload.tiers import OffloadError
 
 if TYPE_CHECKING:
     from zoo.shard.collectives.routes import Gather

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import Handle, advance
+from zoo.parts.hooks import own_hook
 from zoo.shard.guard import grad_dtype, has_raw_grad, raw_grad
 from zoo.shard.memory import CAN_REFUSE_STORAGE, allow_storage, refuse_storage
 from zoo.shard.partitioned import PartitionedAccessError, PartitionedGradient, WholeGradient
@@ -90,6 +91,7 @@ class BucketGradients:
             if gradients is not None and gradients._waits:
                 gradients.open()
 
+        own_hook(arrives)
         return [p.register_hook(arrives) for p in self.bucket.spec.parameters]  # type: ignore[no-untyped-call]
 
     def unhook(self) -> None:

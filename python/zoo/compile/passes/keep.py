@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zoo.compile.capture import alias_of
-from zoo.compile.plan import GraphPlan, Step, output_of, placeholders
+from zoo.compile.plan import GraphPlan, Step, placeholders, return_values, values_of
 
 _CASTS: frozenset[Any] = frozenset(
     {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default, torch.ops.aten.clone.default}
@@ -50,8 +50,7 @@ def keep(graph: fx.GraphModule, plan: GraphPlan) -> fx.GraphModule:
 
 def _keep(graph: fx.Graph, plan: GraphPlan) -> None:
     parameters = plan.parameters(graph)
-    output = output_of(graph)
-    values = list(output.args[0])  # type: ignore[arg-type]
+    values = values_of(graph)
     for i in range(plan.num_returned, len(values)):
         value = values[i]
         if not isinstance(value, fx.Node) or value in parameters:
@@ -62,7 +61,7 @@ def _keep(graph: fx.Graph, plan: GraphPlan) -> None:
             plan.remade[value.name] = source.name, [Step(n.target, n.args[1:], dict(n.kwargs), n.meta) for n in chain]
             values[i] = source
             plan.say("keep", f"{value.name} is made again from {source.name}")
-    output.args = (type(output.args[0])(values),)  # type: ignore[call-arg, arg-type]
+    return_values(graph, values)
     graph.eliminate_dead_code()
 
 

@@ -29,7 +29,7 @@ def lower_events() -> None:
     from torch._inductor.virtualized import V
 
     def lowered(event: Any) -> Any:
-        carry_out = fallback_handler(event, add_to_fallback_set=False)
+        carry_out = fallback_handler(event, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
 
         def lower(order: Any, values: Any, call: int) -> Any:
             for value in values:

@@ -8,7 +8,6 @@ events that bring it and take it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -17,7 +16,7 @@ from zoo.compile.capture import Captured, NotWholeError, alias_of, readers
 from zoo.compile.ops import ACCUMULATE, BACK, ENTER, LEAVE
 from zoo.compile.placing import Event
 from zoo.compile.placing import place as put
-from zoo.compile.plan import GraphPlan, output_of, placeholders
+from zoo.compile.plan import GraphPlan, placeholders, return_values, values_of
 from zoo.shard.buckets import Bucket
 
 ORDER = "zoo_order"
@@ -47,14 +46,10 @@ def _refuse_returned(graph: fx.Graph, plan: GraphPlan, parameters: Any) -> None:
     """Raise NotWholeError if the model returns a parameter, or something in its memory."""
     if plan.backward:
         return
-    returned = set(_nodes(output_of(graph).args[0][: plan.num_returned]))  # type: ignore[index, arg-type]
+    returned = {value for value in values_of(graph)[: plan.num_returned] if isinstance(value, fx.Node)}
     for place, (bucket, slot) in parameters.items():
         if returned.intersection((place, *(node for node in readers(place) if alias_of(node)))):
             raise NotWholeError(f"the model returns {bucket.called(slot)!r}, or a view of it")
-
-
-def _nodes(values: Iterable[Any]) -> Iterable[fx.Node]:
-    return (value for value in values if isinstance(value, fx.Node))
 
 
 # Forward -------------------------------------------------------------------------------------------------------------
@@ -127,24 +122,18 @@ def _backward(
     graph: fx.Graph, plan: GraphPlan, order: fx.Node, places: dict[Bucket, list[fx.Node]]
 ) -> list[Event]:  # fmt: skip
     captured = plan.captured
-    turns = captured.in_backward()
-    ended = sorted(turns, key=lambda number: captured.calls[number].ends)  # as a context numbers them
-    position = {number: turns.index(number) for number in turns}
-    if turns and turns[0] == 0:
-        turns = turns[1:]  # the hook on the model's output goes to the model itself
+    turns = captured.backs()
     values: dict[int, dict[fx.Node, None]] = {number: {} for number in turns}
     events = {number: Event(BACK, ()) for number in turns}
     adds = _take_gradients(graph, plan, order)
     for bucket in dict.fromkeys(b for call in captured.calls for b in call.buckets):
-        calls = [number for number in position if bucket in captured.calls[number].buckets]
         touches = [node for place in places.get(bucket, ()) for node in readers(place)]
-        for number in calls:
-            if number in events:
+        for number in turns:
+            if bucket in captured.calls[number].buckets:
                 values[number].update(dict.fromkeys(places.get(bucket, ())))
-        first = min(calls, key=position.__getitem__, default=None)
-        if first in events:
-            events[first].before += touches
-        over = _over_at(captured, bucket, ended, events)
+        brought, over = captured.brought_at(bucket), captured.over_at(bucket)
+        if brought is not None:
+            events[brought].before += touches
         if over is not None:
             events[over].after += [*touches, *adds[bucket]]
             values[over].update(dict.fromkeys(places.get(bucket, ())))
@@ -153,17 +142,9 @@ def _backward(
     return [events[number] for number in turns]
 
 
-def _over_at(captured: Captured, bucket: Bucket, ended: list[int], events: dict[int, Event]) -> int | None:
-    """The call at which backward is through with a bucket: the latest that ended before the first that uses it began."""
-    begins = min(call.begins for call in captured.calls if bucket in call.buckets)
-    before = [number for number in ended if captured.calls[number].ends < begins]
-    return before[-1] if before and before[-1] in events else None
-
-
 def _take_gradients(graph: fx.Graph, plan: GraphPlan, order: fx.Node) -> dict[Bucket, list[fx.Node]]:
     """Gradients of parameters go to their buckets as soon as they are there, and are no outputs any more."""
-    output = output_of(graph)
-    values = list(output.args[0])  # type: ignore[arg-type]
+    values = values_of(graph)
     if len(values) != len(plan.names):
         raise NotWholeError(f"its backward returns {len(values)} gradients for {len(plan.names)} inputs")
     taken: dict[Bucket, list[fx.Node]] = defaultdict(list)
@@ -175,5 +156,5 @@ def _take_gradients(graph: fx.Graph, plan: GraphPlan, order: fx.Node) -> dict[Bu
         where = value if value.op != "placeholder" else order
         with graph.inserting_after(where):
             taken[bucket].append(graph.call_function(ACCUMULATE, (order, value, bucket.index, slot)))
-    output.args = (type(output.args[0])(values),)  # type: ignore[call-arg, arg-type]
+    return_values(graph, values)
     return taken

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from zoo.comm import Communicator, Recovery
+from zoo.parts.hooks import own_hook
 from zoo.shard.buckets import Bucket
 from zoo.shard.gradients import GradientPhase
 from zoo.shard.runtime.contexts import FAILED, BackwardPart, Context, Contexts, Phase, Unit
@@ -333,7 +334,7 @@ class Backward:
         if not self.arrivals:
             for bucket in self._buckets:
                 for parameter in bucket.spec.parameters if bucket.gradients is not None else ():
-                    hook = parameter.register_hook(partial(self._on_arrival, bucket))  # type: ignore[no-untyped-call]
+                    hook = parameter.register_hook(own_hook(partial(self._on_arrival, bucket)))  # type: ignore[no-untyped-call]
                     self.arrivals.append(hook)
 
     def _on_arrival(self, bucket: Bucket, gradient: torch.Tensor) -> None:
@@ -421,6 +422,10 @@ class Backward:
         if self._partitioned:
             self._residency.settle(driven=False)
         self.failed = False
+
+    def returns_gradients(self) -> bool:
+        """The call of autograd that runs returns gradients of parameters."""
+        return self._tasks.adds() is None
 
     @property
     def under_way(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.parts.hooks import hide_from_compiler, is_compiled, own_hook
+from zoo.parts.hooks import hide_from_compiler, is_compiled, is_own_hook, own_hook
 from zoo.shard.buckets import Bucket
 from zoo.shard.runtime.contexts import Unit
 
@@ -29,6 +29,7 @@ class Compiled:
     def __init__(self, model: nn.Module, hooks: list[Any], units: Sequence[Unit], buckets: Sequence[Bucket]) -> None:
         self._model, self._hooks, self._units, self._buckets = model, hooks, units, buckets
         self.sees_hooks = True
+        self._whole: Callable[..., Any] | None = None
         self._others = [unit.module for unit in units]  # that were not compiled when somebody looked
         self.hide()
 
@@ -52,13 +53,31 @@ class Compiled:
             if any(id(p) in inside for p in bucket.spec.parameters):
                 bucket.parameters.share_class()
 
-    def hide_from_whole_graphs(self) -> None:
-        """A graph of all of the model has events in the places of hooks: these do nothing while it is traced."""
+    def use_whole_graph(self, call: Callable[..., Any]) -> None:
+        """``call`` stands for the model's from now on, and runs it as one graph.
+
+        That has events in the places of hooks: these do nothing while it is traced.
+        """
+        self._whole, self._model._compiled_call_impl = call, call
         self.hide(whole=True)
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
                 hooks[handle.id] = own_hook(_untraced(hooks[handle.id]))
+
+    def end(self) -> None:
+        """The hooks are gone: the model is an ordinary one."""
+        if self._whole is not None and self._model._compiled_call_impl is self._whole:
+            self._model._compiled_call_impl = None
+
+    def watched_gradient(self) -> str | None:
+        """The name of a parameter whose gradient the user watches by a hook, which a graph would not call."""
+        for bucket in self._buckets:
+            for slot, parameter in enumerate(bucket.spec.parameters if bucket.gradients is not None else ()):
+                for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+                    if hooks and not all(map(is_own_hook, hooks.values())):
+                        return bucket.called(slot)
+        return None
 
     def compile_units(self, **options: Any) -> int:
         """``module.compile(**options)`` of each unit that has no other one inside and is more than one layer: hooks run

@@ -140,6 +140,7 @@ class Runtime:
 
     def remove(self) -> None:
         """Take all hooks off the model."""
+        self.compiled.end()
         for hook in (*self._hooks, *self.backward.arrivals):
             hook.remove()
         for bucket in self.buckets:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from zoo.parts.hooks import own_hook
 from zoo.shard.buckets import Bucket
 from zoo.shard.gradients import BucketGradients, GradientPhase
 from zoo.shard.runtime.contexts import BackwardPart, Context, Contexts, Phase, Unit
@@ -378,7 +379,7 @@ class Demand:
         for bucket in (b for b in buckets if b.spec.trainable):
             for slot, parameter in enumerate(bucket.spec.parameters):
                 every.add((bucket, slot))
-                seen: Callable[[Any], None] = partial(self.saw, bucket, slot)
+                seen: Callable[[Any], None] = own_hook(partial(self.saw, bucket, slot))
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(seen))  # type: ignore[no-untyped-call]
         self._all, self._unseen = frozenset(every), every
 

@@ -1,0 +1,271 @@
+"""Whole graphs: the bits, the communication and the memory of the hooks, whatever the model is like."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.compile.models import Model, Shape, batch
+
+from zoo import sim
+from zoo.compile import check, compile_pass, compile_whole, register_compile_pass
+from zoo.zero import ZeroOptimizer
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: of two ranks by default, which compute with other tokens."""
+
+    shape: Shape = field(default_factory=Shape)
+    stage: int = 3
+    ranks: int = 2
+    bf16: bool = False
+    keeps: int = 0
+    micro_batches: int = 1
+    lengths: tuple[int, ...] = (6, 6)
+    compiled: tuple[int, ...] | None = None
+    """Ranks that compile; None: all."""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _checked(graph: Any, plan: Any) -> Any:
+    check(graph, plan)
+    return graph
+
+
+register_compile_pass("checked_in_tests", _checked)
+SCHEDULE = ((0, ("keep", "place", "checked_in_tests")),)
+
+
+def train(rank: int, case: Case, compiles: bool) -> tuple[list[Any], dict[str, Any], list[Any], Any]:
+    """Steps of training, each followed by an evaluation: outputs, parameters, what began and what was whole."""
+    model = Model(case.shape)
+    model.to(torch.bfloat16 if case.bf16 else torch.float32)
+    optimizer = ZeroOptimizer(
+        model, stage=case.stage, optimizer=torch.optim.SGD, lr=0.5, param_persistence_threshold=0,
+        reduce_bucket_size=1, max_live_parameters=case.keeps,
+    )  # fmt: skip
+    whole = None
+    if compiles and (case.compiled is None or rank in case.compiled):
+        whole = compile_whole(optimizer.sharded, "aot_eager", schedule=SCHEDULE)
+    outputs, recorded = [], []
+    for step, length in enumerate(case.lengths):
+        with optimizer.sharded.record() as actions:
+            for i in range(case.micro_batches):
+                loss = model(batch(step * case.micro_batches + i, rank, length))["loss"]
+                optimizer.backward(loss)
+                outputs.append(loss.detach().clone())
+        recorded.append(actions)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad(), optimizer.sharded.record() as actions:
+            outputs.append(model(batch(50 + step, rank, length))["logits"].clone())
+        recorded.append(actions)
+        model.train()
+    return outputs, optimizer.consolidated_parameters(), recorded, whole
+
+
+def assert_like_hooks(case: Case) -> None:
+    hooks = sim.run(case.ranks, lambda rank: train(rank, case, False))
+    graphs = sim.run(case.ranks, lambda rank: train(rank, case, True))
+    for (right, values, actions, _), (found, others, seen, whole) in zip(hooks, graphs, strict=True):
+        assert all(map(torch.equal, right, found))
+        assert all(torch.equal(values[name], others[name]) for name in values)
+        assert [a.starts() for a in actions] == [a.starts() for a in seen]
+        assert [max(a.whole_bytes(), default=0) for a in actions] == [max(a.whole_bytes(), default=0) for a in seen]
+        if whole is not None:
+            assert not whole.reasons
+            assert {plan.captured.trains for plan in whole.plans} == {True, False}
+
+
+CASES = {
+    "stage 3": Case(), "stage 0": Case(stage=0), "stage 1": Case(stage=1), "stage 2": Case(stage=2),
+    "one rank": Case(ranks=1), "tied": Case(Shape(tied=True)), "frozen": Case(Shape(frozen=True)),
+    "recomputed": Case(Shape(recomputed=True)), "repeated": Case(Shape(repeated=True)), "bf16": Case(bf16=True),
+    "keeps": Case(keeps=3000), "lengths": Case(lengths=(6, 9, 12)), "accumulates": Case(micro_batches=2),
+    "one compiles": Case(compiled=(1,)),
+}  # fmt: skip
+QUICK = {
+    "one rank": Case(Shape(2, recomputed=True), ranks=1, lengths=(6,)),
+    "one compiles": Case(Shape(1), compiled=(1,), lengths=(6,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_small_graph_is_what_the_hooks_are(name: str) -> None:
+    assert_like_hooks(QUICK[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_graph_is_what_the_hooks_are(name: str) -> None:
+    assert_like_hooks(CASES[name])
+
+
+@pytest.mark.slow
+@given(
+    shape=st.builds(Shape, blocks=st.just(2), tied=st.booleans(), frozen=st.booleans(),
+                    recomputed=st.booleans(), repeated=st.booleans()),
+    stage=st.sampled_from([0, 1, 2, 3, 3]), ranks=st.integers(1, 4), bf16=st.booleans(),
+    keeps=st.sampled_from([0, 800, 3000, 10**6]), micro_batches=st.integers(1, 2),
+    lengths=st.sampled_from([(6,), (6, 9)]), compiled=st.none() | st.just((0,)),
+)  # fmt: skip
+def test_any_run_is_what_the_hooks_make_it(**options: Any) -> None:
+    torch._dynamo.reset()
+    assert_like_hooks(Case(**options))
+
+
+def one_rank(model: Any, stage: int = 3, **options: Any) -> Any:
+    return ZeroOptimizer(
+        model, stage=stage, optimizer=torch.optim.SGD, lr=0.5, param_persistence_threshold=0, **options
+    )
+
+
+class Breaks(Model):
+    """A model that no graph can be of: it asks for a value."""
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = super().forward(tokens)
+        if float(out["loss"].detach()) < -1.0:
+            out["loss"] = out["loss"] * 2
+        return out
+
+
+def test_a_model_that_is_no_graph_runs_by_its_hooks_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    def fn(rank: int, compiles: bool) -> Any:
+        model = Breaks(Shape(blocks=1))
+        optimizer = one_rank(model)
+        whole = compile_whole(optimizer.sharded, "aot_eager") if compiles else None
+        for step in range(2):
+            optimizer.backward(model(batch(step, rank))["loss"])
+            optimizer.step()
+        return optimizer.consolidated_parameters(), whole
+
+    with caplog.at_level(logging.WARNING, "zoo.compile"):
+        ((found, whole),) = sim.run(1, lambda rank: fn(rank, True))
+    ((right, _),) = sim.run(1, lambda rank: fn(rank, False))
+    assert all(torch.equal(found[name], right[name]) for name in right)
+    assert list(whole.reasons) == [(True, True)]
+    assert sum("is no whole graph in training" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_hooks_on_gradients_are_called() -> None:
+    model = Model(Shape(blocks=1))
+    optimizer = one_rank(model)
+    whole = compile_whole(optimizer.sharded, "aot_eager")
+    optimizer.backward(model(batch(0, 0))["loss"])
+    assert not whole.reasons
+    optimizer.step()
+    seen = []
+    model.blocks[0].up.weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    optimizer.backward(model(batch(1, 0))["loss"])
+    assert seen == [(16, 8)]
+    assert "a hook waits for the gradient of 'blocks.0.up.weight'" in whole.reasons[True, True]
+
+
+def test_hooks_on_modules_that_came_later_are_called() -> None:
+    model = Model(Shape(blocks=1))
+    optimizer = one_rank(model)
+    compile_whole(optimizer.sharded, "aot_eager")
+    with torch.no_grad():
+        before = model(batch(0, 0))["logits"]
+        handle = model.norm.register_forward_hook(lambda module, args, output: output * 0)
+        assert not model(batch(0, 0))["logits"].any()
+        handle.remove()
+        assert torch.equal(model(batch(0, 0))["logits"], before)
+
+
+def test_a_closed_optimizer_leaves_an_ordinary_model() -> None:
+    model = Model(Shape(blocks=1))
+    optimizer = one_rank(model)
+    compile_whole(optimizer.sharded, "aot_eager")
+    loss = model(batch(0, 0))["loss"].detach()
+    optimizer.close()
+    assert model._compiled_call_impl is None
+    assert torch.equal(model(batch(0, 0))["loss"].detach(), loss)
+
+
+def test_gradients_of_inputs_alone_leave_those_of_parameters() -> None:
+    class Takes(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            for block in self.blocks:
+                x = block(x)
+            return x.square().sum()
+
+    def fn(rank: int, compiles: bool) -> Any:
+        model = Takes(Shape(blocks=1))
+        optimizer = one_rank(model)
+        whole = compile_whole(optimizer.sharded, "aot_eager") if compiles else None
+        x = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+        (first,) = torch.autograd.grad(model(x), x)
+        loss = model(x)
+        optimizer.backward(loss)
+        optimizer.step()
+        assert whole is None or not whole.reasons
+        return first, x.grad, optimizer.consolidated_parameters()
+
+    for (a, b, c), (d, e, f) in zip(sim.run(2, lambda r: fn(r, True)), sim.run(2, lambda r: fn(r, False)), strict=True):
+        assert torch.equal(a, d)
+        assert torch.equal(b, e)
+        assert all(torch.equal(c[name], f[name]) for name in c)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_of_parameters_that_are_returned_are_refused(stage: int) -> None:
+    model = Model(Shape(blocks=1))
+    optimizer = one_rank(model, stage=stage)
+    compile_whole(optimizer.sharded, "aot_eager")
+    loss = model(batch(0, 0))["loss"]
+    with pytest.raises(RuntimeError, match=r"whole graph"):
+        torch.autograd.grad(loss, [model.norm.weight])
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    def fn(rank: int, compiles: bool) -> Any:
+        model = Model(Shape(blocks=1))
+        optimizer = one_rank(model, max_live_parameters=2000)
+        whole = compile_whole(optimizer.sharded, "aot_eager") if compiles else None
+        with optimizer.sharded.record() as actions:
+            first, second = (model(batch(i, rank))["loss"] for i in range(2))
+            optimizer.backward(first + 2 * second)
+        optimizer.step()
+        assert whole is None or not whole.reasons
+        return actions.starts(), optimizer.consolidated_parameters()
+
+    for (a, b), (c, d) in zip(sim.run(2, lambda r: fn(r, True)), sim.run(2, lambda r: fn(r, False)), strict=True):
+        assert a == c
+        assert all(torch.equal(b[name], d[name]) for name in b)
+
+
+def test_passes_change_at_their_step_and_every_rank_goes_on() -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def counted(graph: Any, plan: Any) -> Any:
+        seen.append((len(graph.graph.nodes), plan.backward))
+        return graph
+
+    register_compile_pass("counted_in_tests", counted)
+    model = Model(Shape(blocks=1))
+    optimizer = one_rank(model)
+    compile_whole(
+        optimizer.sharded, "aot_eager", schedule=[(0, ["keep", "place"]), (1, ["keep", "place", "counted_in_tests"])]
+    )
+    for step in range(3):
+        optimizer.backward(model(batch(step, 0))["loss"])
+        assert len(seen) == (2 if step else 0)  # forward and backward, once
+        optimizer.step()
+    assert compile_pass(counted).name == "counted_in_tests"
