@@ -117,6 +117,15 @@ def test_equal_blocks_make_one_graph_and_train_with_the_same_bits(stage: int, wh
     assert all(torch.equal(state[name], other[name]) for name in other)
 
 
+def test_blocks_are_compiled_while_there_are_gradients() -> None:
+    model: Any = Stack()
+    optimizer = ZeroOptimizer(model, stage=3, lr=0.1, param_persistence_threshold=0)
+    optimizer.backward(model(torch.ones(2, 4)).sum())
+    compile_blocks(model, "eager")  # torch looks at the gradients of what it traces
+    optimizer.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks_compute_what_they_do_uncompiled(stage: int) -> None:
     compiled = sim.run(2, lambda rank: train(stage, "after", rank, "eager")[:2])
