@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from zoo.compile.passes.keep import keep
+from zoo.compile.passes.place import place
 from zoo.compile.plan import GraphPlan
 
 Pass = Callable[[fx.GraphModule, GraphPlan], fx.GraphModule]
@@ -128,3 +130,10 @@ def validate_schedule(schedule: Schedule) -> tuple[tuple[int, tuple[Registered, 
     if not checked or checked[0][0] != 0:
         raise ValueError("a schedule of passes begins with step 0.")
     return tuple(checked)
+
+
+DEFAULT = ("keep", "place")
+"""The passes that make a graph of a model that is split over ranks."""
+
+register_compile_pass("keep", keep, PassContract(adds=frozenset({"kept"})))
+register_compile_pass("place", place, PassContract(requires=frozenset({"kept"}), adds=frozenset({"events"})))

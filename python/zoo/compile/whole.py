@@ -13,9 +13,8 @@ from torch import nn
 
 from zoo.compile.backend import Backend, compile_graph
 from zoo.compile.capture import Captured, NotWholeError, capture
-from zoo.compile.contract import Registered, Schedule, validate_schedule
+from zoo.compile.contract import DEFAULT, Registered, Schedule, validate_schedule
 from zoo.compile.ops import executing
-from zoo.compile.passes import DEFAULT
 from zoo.compile.plan import GraphPlan
 
 if TYPE_CHECKING:
@@ -196,9 +195,10 @@ def compile_whole(
         options: of ``torch.compile``.
 
     Raises:
-        ValueError: the schedule is none; the ranks go their own ways (``divergent``), so that a graph of one is of no
-            use to the others.
+        ValueError: there is no such backend; the schedule is none; the ranks go their own ways (``divergent``).
     """
+    if backend not in ("inductor", "aot_eager"):
+        raise ValueError(f'a whole graph has the backend "inductor" or "aot_eager", not {backend!r}.')
     if sharded.votes is not None:
         raise ValueError(
             "a whole graph of a model whose ranks go their own ways (divergent=True): they vote on each gather. "

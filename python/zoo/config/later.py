@@ -102,24 +102,6 @@ SECTIONS: dict[str, Fate] = {
         min_train_micro_batch_size_per_gpu=1, mp_size=1, num_tuning_micro_batch_sizes=3, tuner_type="model_based",
         tuner_early_stopping=5, tuner_num_trials=50, arg_mappings={}, model_info={}, model_info_path=PATH,
     ),
-    "compile": waits(
-        "the compiler",
-        alone=False,
-        keys={
-            "enabled": False, "deepcompile": False, "passes": setting([], asks=False),
-            "backend": setting("inductor", asks=False),
-            "kwargs": setting({}, asks=False, open=True), "free_activation": setting(False, asks=False),
-            "offload_activation": setting(False, asks=False),
-            "offload_activation_pin_memory": setting(True, asks=False),
-            "offload_opt_states": setting(False, asks=False), "offload_parameters": setting(False, asks=False),
-            "double_buffer": setting(True, asks=False), "symmetric_memory": setting(False, asks=False),
-            "debug_log": setting(False, asks=False), "sync_before_reduce": setting(False, asks=False),
-            "sync_after_reduce": setting(False, asks=False), "sync_before_allgather": setting(False, asks=False),
-            "sync_after_allgather": setting(False, asks=False),
-            "keep_int_input_tensors": setting(True, asks=False),
-            "keep_all_input_tensors": setting(False, asks=False),
-        },
-    ),
     "compression_training": waits(
         "compression",
         keys={

@@ -111,6 +111,8 @@ class Engine:
             optimizer.runtime.backward.arriving = self.passes.arriving
         name = getattr(module, "engine_runner", "plain")
         self._runner: Runner = registry.build("runner", name, engine=self)
+        if config.asks_for("compile"):
+            self.compile()
 
     def training(self, what: str) -> ZeroOptimizer:
         """The optimizer; raises ValueError where ``what`` cannot be done, without one or after :meth:`destroy`."""
@@ -369,15 +371,39 @@ class Engine:
     report = _of("records", Records.report)
     request_stop = _of("records", Records.request_stop)
 
-    def compile(self, backend: Any = "inductor", **options: Any) -> None:
-        """Compile the model unit by unit, by torch.compile: what gathers and reduces runs between the graphs, and equal
-        units (the blocks of a model) have one. At every stage, at any time. Other parts of the model run as they are;
-        a graph of all of it is ``engine.module.compile()``, which breaks where a unit begins and ends.
+    def compile(
+        self, backend: Any = None, *, whole: bool | None = None, schedule: Any = None, **options: Any
+    ) -> None:  # fmt: skip
+        """Compile the model by torch.compile, at every stage, at any time; what is not said is as in the section
+        ``compile``.
+
+        Unit by unit what gathers and reduces runs between the graphs, and equal units (the blocks of a model) have one;
+        other parts of the model run as they are. As a whole all of that is inside of one graph, where the model can be
+        one (:func:`zoo.compile.compile_whole`).
 
         Args:
-            backend, options: as of ``torch.compile``.
+            backend, options: as of ``torch.compile``; of a whole graph "inductor" or "aot_eager".
+            whole: one graph. schedule: of its passes, see :func:`zoo.compile.validate_schedule`.
+
+        Raises:
+            ValueError: a schedule without a whole graph, or see :func:`zoo.compile.compile_whole`.
         """
-        self.sharded.runtime.compiled.compile_units(backend=backend, **options)
+        section = self.config.compile
+        backend = section.backend if backend is None else backend
+        options = {**section.kwargs, **options}
+        if not (section.deepcompile if whole is None else whole):
+            if schedule is not None:
+                raise ValueError(
+                    "engine.compile(schedule=) without whole=True: passes run over the graph of all of the model."
+                )
+            self.sharded.runtime.compiled.compile_units(backend=backend, **options)
+            return
+        from zoo.compile.contract import DEFAULT
+        from zoo.compile.whole import compile_whole
+
+        schedule = section.schedule if schedule is None else schedule
+        schedule = [(0, [*DEFAULT, *section.passes])] if schedule is None else schedule
+        compile_whole(self.sharded, backend, schedule=schedule, **options)
 
     def zero_grad(self) -> None:
         """Drop the gradients of a step that has begun; its micro-batches do not count, but for one whose backward is to

@@ -41,6 +41,7 @@ CORE: dict[str, dict[str, str]] = {
         "aio": "zoo.io.config:AioConfig",
         "checkpoint": "zoo.checkpointing.config:CheckpointConfig",
         "comet": "zoo.monitor.comet:CometSection",
+        "compile": "zoo.compile.config:CompileConfig",
         "csv_monitor": "zoo.monitor.csv_monitor:CsvSection",
         "curriculum_learning": "zoo.data_efficiency.config:CurriculumConfig",
         "data_efficiency": "zoo.data_efficiency.config:DataEfficiencyConfig",

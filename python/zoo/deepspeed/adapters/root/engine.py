@@ -257,19 +257,25 @@ class DeepSpeedEngine(Questions, nn.Module):
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:  # fmt: skip
-        """The model's units, at every stage: see :meth:`zoo.engine.Engine.compile`.
+        """The model's units, at every stage; with ``compile.deepcompile`` all of it, as one graph where it can be one:
+        see :meth:`zoo.engine.Engine.compile`.
+
+        Args:
+            backend: of torch. compile_kwargs: further arguments of ``torch.compile``.
+            schedule: with deepcompile, (update, passes) by name or function (:func:`zoo.compile.validate_schedule`).
 
         Raises:
-            NotImplementedError: with ``schedule`` or ``compiled_autograd_enabled``.
+            NotImplementedError: with ``compiled_autograd_enabled``.
+            ValueError: a schedule without deepcompile, or of passes that nobody has registered.
         """
-        if schedule is not None or compiled_autograd_enabled:
+        if compiled_autograd_enabled:
             raise NotImplementedError(
-                "engine.compile() takes neither schedule= nor compiled_autograd_enabled=: zoo has no passes of its own "
-                "in the compiler. Leave them out."
+                "engine.compile(compiled_autograd_enabled=True): the backward of a graph is compiled with it, and "
+                "between graphs hooks of the runtime run. Leave it out."
             )
         if compile_kwargs is not None and not isinstance(compile_kwargs, Mapping):
             raise ValueError(f"compile_kwargs={compile_kwargs!r}, a {type(compile_kwargs).__name__}; give a dict.")
-        self.engine.compile(**{"backend": backend, **(compile_kwargs or {})})
+        self.engine.compile(**{"backend": backend, "schedule": schedule, **(compile_kwargs or {})})
         self._is_compiled = True
 
     def destroy(self) -> None:

@@ -1,0 +1,113 @@
+"""Whole graphs through the engine, a configuration and the façade."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from tests.compile.models import Model, Shape, batch
+
+from zoo import sim
+from zoo.engine import initialize
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Loss(Model):
+    """Its output is the loss."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(tokens)["loss"]
+
+
+def document(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **more,
+    }  # fmt: skip
+
+
+def run(rank: int, config: dict[str, Any], shape: Shape, plain: bool = False) -> tuple[Any, Any]:
+    """Two steps, some by ``loss.backward()``."""
+    engine, *_ = initialize(config, Loss(shape))
+    outputs = []
+    for step in range(2):
+        for i in range(config.get("gradient_accumulation_steps", 1)):
+            loss = engine(batch(10 * step + i, rank))
+            engine.backward(loss) if not plain else loss.backward()
+            engine.step()
+            outputs.append(loss.detach().clone())
+        assert engine.record is not None
+        outputs.append(torch.tensor(engine.record.grad_norm or 0.0))
+    whole = engine.module._compiled_call_impl
+    assert whole is None or not whole.reasons
+    assert (whole is None) == ("compile" not in config)
+    return outputs, engine.optimizer.consolidated_parameters()
+
+
+GRAPH = {"enabled": True, "deepcompile": True, "backend": "aot_eager"}
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "stage 3": document(3, gradient_clipping=0.1),
+    "accumulates": document(3, gradient_accumulation_steps=2),
+    "fp16": document(2, fp16={"enabled": True, "initial_scale_power": 4}),
+    "bf16": document(1, bf16={"enabled": True}),
+    "offload": document(
+        3, optimizer={"type": "AdamW", "params": {"lr": 0.1}},
+        zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0},
+    ),
+}  # fmt: skip
+QUICK = ("accumulates",)
+
+
+@pytest.mark.parametrize("what", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in DOCUMENTS])
+@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_engine_trains_as_it_does_uncompiled(what: str, plain: bool) -> None:
+    if plain and what == "fp16":
+        pytest.skip("a loss that is scaled goes backward through engine.backward")
+    config, shape = DOCUMENTS[what], Shape(1)
+    compiled = sim.run(2, lambda rank: run(rank, {**config, "compile": GRAPH}, shape, plain))
+    hooks = sim.run(2, lambda rank: run(rank, config, shape, plain))
+    for (found, values), (right, others) in zip(compiled, hooks, strict=True):
+        assert all(map(torch.equal, found, right))
+        assert all(torch.equal(values[name], others[name]) for name in others)
+
+
+def test_what_cannot_be_is_said() -> None:
+    engine, *_ = initialize(document(0), Loss(Shape(1)))
+    with pytest.raises(ValueError, match=r"schedule=\) without whole=True"):
+        engine.compile(schedule=[(0, ["keep"])])
+    with pytest.raises(ValueError, match='"inductor" or "aot_eager", not \'eager\''):
+        engine.compile("eager", whole=True)
+    with pytest.raises(ValueError, match="there is no pass 'mine'"):
+        engine.compile("aot_eager", whole=True, schedule=[(0, ["keep", "place", "mine"])])
+    assert engine.module._compiled_call_impl is None
+
+
+def test_deepcompile_of_the_facade() -> None:
+    from zoo import deepspeed
+
+    config = document(3, compile={"deepcompile": True, "free_activation": False})
+    config["optimizer"] = {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}}
+    model = Loss(Shape(1))
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    assert not engine.is_compiled
+    engine.compile(backend="aot_eager", schedule=[(0, ["keep", "place"])])
+    assert engine.is_compiled
+    losses = []
+    for _ in range(3):
+        loss = engine(batch(0, 0))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    assert losses[2] < losses[0]
+    assert not model._compiled_call_impl.reasons  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match="compiled_autograd_enabled"):
+        engine.compile(compiled_autograd_enabled=True)
