@@ -164,10 +164,8 @@ def _get_grad(self: Any) -> torch.Tensor | None:
             found = bucket.gradients.visible(self._zoo_slot)
         return None if isinstance(found, PartitionedGradient) else found
     found = bucket.gradients.visible(self._zoo_slot)
-    if not isinstance(found, PartitionedGradient):
-        return found
     quiet = bucket.quiet and bucket.placements.states.is_split  # else programs count on gradients, and are told
-    return None if quiet or torch._guards.TracingContext.try_get() is not None else found  # a compiler looks at all
+    return None if quiet and isinstance(found, PartitionedGradient) else found
 
 
 def _set_grad(self: Any, value: torch.Tensor | None) -> None:

@@ -150,8 +150,12 @@ class BucketParameters:
         self._route = routes.exact if exact else routes.gather
         self._guard.open()
         self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
+        near = self.secondary if routes.secondary is not None and not (exact and self.rounds) else None
+        route = routes.secondary if near is not None and routes.secondary is not None else self._route
         with self._freed_if_lost():
-            self._gathering = Gathering(self, self.full, exact=exact)
+            self._gathering = Gathering(
+                self.shard, self.full, self.bucket.own_range, route=route, secondary=near, label=self._label
+            )
         self.presence = _UNSHARDING
 
     @contextlib.contextmanager

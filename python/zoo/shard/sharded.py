@@ -31,7 +31,6 @@ from zoo.shard.guard import ShardedParameter, refuse_copy
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.members import Members
 from zoo.shard.memory import StepMemory
-from zoo.shard.module_buffers import ModuleBuffers
 from zoo.shard.offload.stores import open_stores
 from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.families import check_ranks, ranks_of
@@ -47,6 +46,7 @@ from zoo.shard.values.writes import Writes
 if TYPE_CHECKING:
     from zoo.plan import Actions
     from zoo.shard.collectives.routes import Routes, Switch
+    from zoo.shard.module_buffers import ModuleBuffers
     from zoo.shard.offload.scratch import Scratch
     from zoo.shard.runtime.gather_votes import GatherVotes
     from zoo.shard.runtime.residency import ResidencyPolicy
@@ -171,7 +171,11 @@ class ShardedModel:
         self.families, self.tied_anywhere = found.families, found.tied_anywhere
         self.axes: Axes = self.families[()]
         plan, placements, routes = found.plan, found.placements, found.routes
-        self.module_buffers = ModuleBuffers(self.module, cfg.buffers, self.families) if cfg.buffers != "own" else None
+        self.module_buffers: ModuleBuffers | None = None
+        if cfg.buffers != "own":
+            from zoo.shard.module_buffers import ModuleBuffers
+
+            self.module_buffers = ModuleBuffers(self.module, cfg.buffers, self.families)
         memory = StepMemory()
         off = cfg.offload_param.device != "none" or cfg.offload_optimizer.device != "none"
         with raise_together(self.everyone if off else None, "opening what offloaded state lives in"):
