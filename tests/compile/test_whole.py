@@ -199,6 +199,7 @@ def test_a_closed_optimizer_leaves_an_ordinary_model() -> None:
     assert torch.equal(model(batch(0, 0))["loss"].detach(), loss)
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs_alone_leave_those_of_parameters() -> None:
     class Takes(Model):
         def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -224,7 +225,7 @@ def test_gradients_of_inputs_alone_leave_those_of_parameters() -> None:
         assert all(torch.equal(c[name], f[name]) for name in c)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_of_parameters_that_are_returned_are_refused(stage: int) -> None:
     model = Model(Shape(blocks=1))
     optimizer = one_rank(model, stage=stage)
@@ -234,6 +235,7 @@ def test_gradients_of_parameters_that_are_returned_are_refused(stage: int) -> No
         torch.autograd.grad(loss, [model.norm.weight])
 
 
+@pytest.mark.slow
 def test_two_forwards_before_their_backwards() -> None:
     def fn(rank: int, compiles: bool) -> Any:
         model = Model(Shape(blocks=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zoo.compile")
 _graph_task = torch._C._current_graph_task_id
+_LEVELS = ("debug", "info", "warning", "error", "critical", "log")
 
 
 class WholeGraph:
@@ -53,6 +55,11 @@ class WholeGraph:
         self._order = torch.zeros(1, dtype=torch.int64, device=runtime.buckets[0].device)
         # By context: of each graph that ran in it, the numbers that calls have there.
         self._calls: weakref.WeakKeyDictionary[Context, list[dict[int, int]]] = weakref.WeakKeyDictionary()
+        self._tracing: dict[str, Any] = {
+            # A graph ends where a model logs: what it says in a graph is left out.
+            "ignore_logger_methods": {log for name, log in vars(logging.Logger).items() if name.startswith(_LEVELS)},
+            "skip_nnmodule_hook_guards": False,  # hooks that come later are seen
+        }
         self._use(self._schedule[0][1])
         runtime.compiled.use_whole_graph(self)
 
@@ -82,7 +89,7 @@ class WholeGraph:
         if (cast := self._runtime.cast_inputs) is not None:
             args, kwargs = cast(self._model, args, kwargs) or (args, kwargs)
         try:
-            with torch._dynamo.config.patch(ignore_logger_methods=_log_methods(), skip_nnmodule_hook_guards=False):
+            with self._runtime.compiled.in_whole_graph(), torch._dynamo.config.patch(**self._tracing):
                 output = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             self._note(mode, error)
@@ -113,7 +120,7 @@ class WholeGraph:
         self._check(plan, values, backward)
         values.append(self._order)
         execution = _Backward(self, plan.captured) if backward else _Forward(self, plan.captured)
-        with executing(execution):
+        with executing(execution), self._runtime.compiled.in_whole_graph() if backward else nullcontext():
             return compiled(values)
 
     def _check(self, plan: GraphPlan, values: Sequence[Any], backward: bool) -> None:
@@ -214,11 +221,3 @@ def _call_of(model: nn.Module) -> Callable[..., Any]:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     return call
-
-
-def _log_methods() -> set[Any]:
-    """A graph ends where a model logs: what it says in a graph is left out."""
-    return {method for name, method in vars(logging.Logger).items() if name.startswith(_LEVELS)}
-
-
-_LEVELS = ("debug", "info", "warning", "error", "critical", "log")

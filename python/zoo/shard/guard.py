@@ -294,6 +294,7 @@ class Guard:
         self._bucket, self._is_shown = bucket, True
         self._class: Any = bucket.parameter_class or self._class_for(bucket)
         self._compiled: Sequence[Any] = ()
+        self._held = False
         self._address = storage._cdata
 
     def _class_for(self, bucket: Any) -> Any:
@@ -334,14 +335,22 @@ class Guard:
         self._is_shown = False
         if self._bucket.parameter_class is None:
             self._class.__torch_function__ = _REFUSE
-            self._become(self._class)
+            if not self._held:
+                self._become(self._class)
 
     def show(self) -> None:
         """A unit that owns the parameters runs."""
         self._is_shown = True
         if self._bucket.parameter_class is None:
             self._class.__torch_function__ = self._shown
-            self._become(CompiledParameter)
+            if not self._held:
+                self._become(CompiledParameter)
+
+    def hold(self, held: bool) -> None:
+        """Parameters of compiled modules have their common class, shown or not, as long as they are ``held``: a graph
+        of all of the model is called with them."""
+        self._held = held
+        self._become(CompiledParameter if held or self._is_shown else self._class)
 
     def moved(self, storage: torch.UntypedStorage) -> None:
         """Their memory is another one now."""

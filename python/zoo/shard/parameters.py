@@ -190,6 +190,10 @@ class BucketParameters:
         if self.bucket.parameter_class is None:
             self._guard.share(self.bucket.spec.parameters)
 
+    def hold(self, held: bool) -> None:
+        """See :meth:`zoo.shard.guard.Guard.hold`."""
+        self._guard.hold(held)
+
     def hide(self) -> None:
         """Refuse the parameters to everybody until the next ``wait``; their memory stays."""
         if self.presence is _SHOWN:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,18 @@ class Compiled:
             if hooks is not None and handle.id in hooks:
                 hooks[handle.id] = own_hook(_untraced(hooks[handle.id]))
 
+    @contextlib.contextmanager
+    def in_whole_graph(self) -> Iterator[None]:
+        """The graph of all of the model is called, with parameters that are not here."""
+        held = [b.parameters for b in self._buckets if b.partitioned]
+        for parameters in held:
+            parameters.hold(True)
+        try:
+            yield
+        finally:
+            for parameters in held:
+                parameters.hold(False)
+
     def end(self) -> None:
         """The hooks are gone: the model is an ordinary one."""
         if self._whole is not None and self._model._compiled_call_impl is self._whole:
@@ -72,11 +85,12 @@ class Compiled:
 
     def watched_gradient(self) -> str | None:
         """The name of a parameter whose gradient the user watches by a hook, which a graph would not call."""
-        for bucket in self._buckets:
-            for slot, parameter in enumerate(bucket.spec.parameters if bucket.gradients is not None else ()):
-                for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
-                    if hooks and not all(map(is_own_hook, hooks.values())):
-                        return bucket.called(slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self._buckets:
+                for slot, parameter in enumerate(bucket.spec.parameters if bucket.gradients is not None else ()):
+                    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+                        if hooks and not all(map(is_own_hook, hooks.values())):
+                            return bucket.called(slot)
         return None
 
     def compile_units(self, **options: Any) -> int:
