@@ -219,10 +219,11 @@ def test_the_wire_is_as_small_as_is_said() -> None:
             found.append((comm.log.wire_bytes, reducer.sent_bytes()))
         return found
 
-    for name, (counted, said) in zip(COMPRESSORS, sim.run(4, fn)[0], strict=True):
+    found = dict(zip(COMPRESSORS, sim.run(4, fn)[0], strict=True))
+    for name, (counted, said) in found.items():
         assert abs(counted - said) <= 0.01 * said + 16, name
     dense = 2 * 3 / 4 * 4 * numel
-    large = dict(zip(COMPRESSORS, sim.run(4, fn)[0], strict=True))["onebit, large groups"][0]
+    large = found["onebit, large groups"][0]
     assert large <= dense / 31
 
 
