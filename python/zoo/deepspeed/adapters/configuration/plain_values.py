@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from zoo.config import Config
@@ -57,10 +58,16 @@ def _options(choice: type[ComponentChoice], name: Any, params: Mapping[str, Any]
         factory = DEFAULT.get(choice.kind, str(name))
     except RegistryError:  # the check of the configuration says so
         return dict(params)
-    config = config_class(factory)
-    known = argument_types(factory) if config is None else get_type_hints(config)
+    config: Any = config_class(factory)
+    known = argument_types(factory) if config is None else _types_of(config)
     found = {key: value_as_meant(_only_kind(known.get(key)), value) for key, value in params.items()}
     return {key: _fate(choice.options[key], value) if key in choice.options else value for key, value in found.items()}
+
+
+@lru_cache(maxsize=128)
+def _types_of(config: type) -> Mapping[str, Any]:
+    """Of its fields; they are text that is compiled each time."""
+    return get_type_hints(config)
 
 
 def _field(annotation: Any, value: Any) -> Any:
