@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar, overload
 
@@ -315,6 +316,15 @@ def _contested(claims: Iterable[Entry]) -> str:
 def _origin_of(factory: Any) -> str:
     if isinstance(factory, str):
         return "the caller"
+    return _line_of_class(factory) if isinstance(factory, type) else _line_of(factory)
+
+
+@lru_cache(maxsize=128)
+def _line_of_class(factory: type) -> str:
+    return _line_of(factory)  # which reads all of its file
+
+
+def _line_of(factory: Any) -> str:
     try:
         file = inspect.getsourcefile(factory)
         return f"{file}:{inspect.getsourcelines(factory)[1]}"

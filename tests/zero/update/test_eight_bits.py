@@ -12,9 +12,13 @@ from torch import nn
 from zoo import sim
 from zoo.zero import ZeroOptimizer
 
-bnb = pytest.importorskip("bitsandbytes", exc_type=ImportError)
 RANKS, STEPS, LR = 2, 6, 1e-2
 EVEN, ODD = (64, 128, 64), (50, 131, 61)
+
+
+@pytest.fixture(autouse=True)
+def _needs_bitsandbytes() -> None:
+    pytest.importorskip("bitsandbytes", exc_type=ImportError)  # for seconds: not where tests are collected
 
 
 def net(sizes: tuple[int, int, int], bias: bool) -> nn.Module:
@@ -27,8 +31,10 @@ def trained(
     rank: int, stage: int, name: str, sizes: tuple[int, int, int], *, bias: bool, **options: Any
 ) -> dict[str, torch.Tensor]:
     """The parameters after some steps, every rank on data of its own."""
+    import bitsandbytes
+
     model = net(sizes, bias)
-    optimizer = ZeroOptimizer(model, stage=stage, optimizer=getattr(bnb.optim, name), lr=LR, **options)
+    optimizer = ZeroOptimizer(model, stage=stage, optimizer=getattr(bitsandbytes.optim, name), lr=LR, **options)
     dice = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):
         x = torch.randn(8, sizes[0], generator=dice)
