@@ -138,6 +138,10 @@ def test_what_is_wrong_is_told() -> None:
         rollout.generate(REQUEST, SamplingConfig(max_new_tokens=2, n_samples_per_prompt=0))
     with pytest.raises(ValueError, match=r"temperature=-1\.0"):
         rollout.generate(REQUEST, SamplingConfig(max_new_tokens=2, temperature=-1))
+    with pytest.raises(ValueError, match=r"temperature=None; it must be a number"):
+        rollout.generate(REQUEST, SamplingConfig(max_new_tokens=2, temperature=None))  # type: ignore[arg-type]
+    off = SamplingConfig(max_new_tokens=2, temperature=0, top_k=None, top_p=None)
+    assert rollout.generate(REQUEST, off).input_ids.shape == (3, 6)
     with pytest.raises(ValueError, match="prompt 1 has shape"):
         rollout.generate(
             RolloutRequest(PROMPTS[:2], torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]])), SamplingConfig(max_new_tokens=2)

@@ -106,12 +106,12 @@ class TPConfig(DeepSpeedConfigModel):
 
 @dataclass
 class SamplingConfig:
-    """How answers are drawn; ``top_k=-1``: from all tokens."""
+    """How answers are drawn; ``top_k=-1``, or None for it or ``top_p``: from all tokens."""
 
     max_new_tokens: int
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    top_p: float | None = 1.0
+    top_k: int | None = -1
     n_samples_per_prompt: int = 1
     continuous_batch_size: int | None = None
 

@@ -141,8 +141,16 @@ def _sampling(given: SamplingConfig) -> Sampling:
     from zoo.inference import Sampling
 
     seed = int(torch.randint(2**62, ()))
-    top_k = given.top_k if given.top_k > 0 else 0
-    return Sampling(temperature=float(given.temperature), top_k=top_k, top_p=float(given.top_p), seed=seed)
+    top_k = 0 if given.top_k is None or given.top_k < 0 else given.top_k
+    top_p = 1.0 if given.top_p is None else _number("top_p", given.top_p)
+    return Sampling(temperature=_number("temperature", given.temperature), top_k=top_k, top_p=top_p, seed=seed)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}={value!r}; it must be a number.") from error
 
 
 def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any) -> RolloutEngine:
