@@ -589,6 +589,23 @@ def test_addresses_are_found_in_whatever_form_they_are_kept(kept: str, holds: bo
         ZeroOptimizer(model, optimizer=optimizer, stage=0)
 
 
+def test_what_an_optimizer_keeps_besides_is_looked_at_and_does_not_matter() -> None:
+    class Keeps(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float = LR) -> None:
+            super().__init__(params, lr=lr)
+            self.texts = ["0x10", "12", "a", "9" * 5000]
+            self.numbers = [0, -1, True, 10**400]
+            self.tensors = [torch.arange(10), torch.zeros(0, dtype=torch.int64), torch.ones(2, dtype=torch.uint64)]
+            self.odd = [torch.zeros(3, dtype=torch.int64, device="meta"), torch.eye(3, dtype=torch.int64).to_sparse()]
+            self.nested = torch.nested.nested_tensor([torch.ones(2, dtype=torch.int64)])
+            self.arrays = [np.arange(5), np.array(["a", None], dtype=object)]
+
+    model = model_of()
+    for stage in range(4):
+        ZeroOptimizer(model, optimizer=Keeps, stage=stage).close()
+        ZeroOptimizer(model, optimizer=Keeps(model.parameters()), stage=stage).close()
+
+
 STORAGES: dict[str, Callable[..., float]] = {
     "the size": lambda self, group, index, p: 2.0 if p.untyped_storage().nbytes() == p.nbytes else 1.0,
     "the address": lambda self, group, index, p: self.__dict__.setdefault("seen", {}).setdefault(

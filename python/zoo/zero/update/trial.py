@@ -486,8 +486,9 @@ def _number_in(item: int | str) -> int:
 def _integers_of(item: Any) -> Iterable[int]:
     """Elements of a tensor or an array that may be addresses, as lists for kernels are kept."""
     if isinstance(item, torch.Tensor):
-        fits = item.dtype in (torch.int64, torch.uint64) and item.layout is torch.strided and not item.is_meta
-        return item.reshape(-1).tolist() if fits and item.numel() <= _MOST else ()
+        plain = item.layout is torch.strided and not (item.is_meta or item.is_nested)
+        fits = plain and item.dtype in (torch.int64, torch.uint64) and item.numel() <= _MOST
+        return item.reshape(-1).tolist() if fits else ()
     return item.reshape(-1).tolist() if item.dtype.kind in "iu" and item.size <= _MOST else ()
 
 
