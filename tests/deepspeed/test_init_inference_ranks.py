@@ -141,6 +141,14 @@ def test_a_group_says_which_ranks_share_it(way: str) -> None:
         assert dist.get_process_group_ranks(engine.mp_group) == [rank % 2, rank % 2 + 2]
         assert engine.mpu is (None if way == "tp_group" else mpu)
         assert torch.equal(words(engine), expected)
+
+    sim.run(4, fn)
+
+
+def test_sizes_that_a_group_has_not_are_told() -> None:
+    def fn(rank: int) -> None:
+        group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        mpu = SimpleNamespace(get_model_parallel_group=lambda: group)
         for wrong, told in (
             ({"tp_size": 4, "tp_group": group}, "tp_size is 4, and its tp_group has 2 ranks"),
             ({"tp_size": 4, "mpu": mpu}, "tp_size is 4, and its mpu has 2 ranks"),
