@@ -131,6 +131,9 @@ def _value_schema(annotation: Any) -> dict[str, Any]:
 _CLOSED = {"additionalProperties": False}
 
 
+_LEAVES = (str, int, float)
+
+
 def check_choices(value: Any, registry: Registry, path: str) -> Iterator[str]:
     """A sentence for everything that is wrong with the components named in ``value``, which lies at ``path``."""
     if isinstance(value, ComponentChoice):
@@ -145,7 +148,8 @@ def check_choices(value: Any, registry: Registry, path: str) -> Iterator[str]:
             yield from check_choices(made, registry, below)
         return
     for name, item in _items(value):
-        yield from check_choices(item, registry, f"{path}.{name}" if path else str(name))
+        if item is not None and not isinstance(item, _LEAVES):
+            yield from check_choices(item, registry, f"{path}.{name}" if path else str(name))
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 from zoo.config.errors import ConfigError
 from zoo.registry import nearest
@@ -163,11 +164,17 @@ def _kind_of(default: Any) -> Kind:
 
 def fates_of(section: type[Section]) -> dict[str, Fate]:
     """Every spelling of every key of the section's table, and of the classes that it comes from."""
-    found: dict[str, Fate] = {}
-    for owner in reversed(section.__mro__):
-        for name, fate in vars(owner).get("fates", {}).items():
-            found |= dict.fromkeys((name, *fate.aliases), fate)
-    return found
+    found = _fates.get(section)
+    if found is None:
+        found = {}
+        for owner in reversed(section.__mro__):
+            for name, fate in vars(owner).get("fates", {}).items():
+                found |= dict.fromkeys((name, *fate.aliases), fate)
+        _fates[section] = found
+    return dict(found)
+
+
+_fates: WeakKeyDictionary[type[Section], dict[str, Fate]] = WeakKeyDictionary()
 
 
 def of_today(section: type[Section], raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
