@@ -1,0 +1,5 @@
+"""``python -m benchmarks.compile``."""
+
+from benchmarks.compile.step import main
+
+main()
