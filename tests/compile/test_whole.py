@@ -16,6 +16,7 @@ from tests.compile.models import Model, Shape, batch
 
 from zoo import sim
 from zoo.compile import check, compile_pass, compile_whole, register_compile_pass
+from zoo.plan import Kind
 from zoo.zero import ZeroOptimizer
 
 
@@ -32,6 +33,8 @@ class Case:
     lengths: tuple[int, ...] = (6, 6)
     compiled: tuple[int, ...] | None = None
     """Ranks that compile; None: all."""
+    ragged: bool = False
+    """Each rank has sequences of another length."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +66,7 @@ def train(rank: int, case: Case, compiles: bool) -> tuple[list[Any], dict[str, A
         whole = compile_whole(optimizer.sharded, "aot_eager", schedule=SCHEDULE)
     outputs, recorded = [], []
     for step, length in enumerate(case.lengths):
+        length += 5 * rank * case.ragged
         with optimizer.sharded.record() as actions:
             for i in range(case.micro_batches):
                 loss = model(batch(step * case.micro_batches + i, rank, length))["loss"]
@@ -97,7 +101,7 @@ CASES = {
     "one rank": Case(ranks=1), "tied": Case(Shape(tied=True)), "frozen": Case(Shape(frozen=True)),
     "recomputed": Case(Shape(recomputed=True)), "repeated": Case(Shape(repeated=True)), "bf16": Case(bf16=True),
     "keeps": Case(keeps=3000), "lengths": Case(lengths=(6, 9, 12)), "accumulates": Case(micro_batches=2),
-    "one compiles": Case(compiled=(1,)),
+    "one compiles": Case(compiled=(1,)), "ragged": Case(ragged=True, compiled=(0,), lengths=(6, 9)),
 }  # fmt: skip
 QUICK = {
     "one rank": Case(Shape(2, recomputed=True), ranks=1, lengths=(6,)),
@@ -123,6 +127,7 @@ def test_a_graph_is_what_the_hooks_are(name: str) -> None:
     stage=st.sampled_from([0, 1, 2, 3, 3]), ranks=st.integers(1, 4), bf16=st.booleans(),
     keeps=st.sampled_from([0, 800, 3000, 10**6]), micro_batches=st.integers(1, 2),
     lengths=st.sampled_from([(6,), (6, 9)]), compiled=st.none() | st.just((0,)),
+    ragged=st.booleans(),
 )  # fmt: skip
 def test_any_run_is_what_the_hooks_make_it(**options: Any) -> None:
     torch._dynamo.reset()
@@ -271,3 +276,25 @@ def test_passes_change_at_their_step_and_every_rank_goes_on() -> None:
         assert len(seen) == (2 if step else 0)  # forward and backward, once
         optimizer.step()
     assert compile_pass(counted).name == "counted_in_tests"
+
+
+@pytest.mark.slow
+def test_a_budget_keeps_whole_what_it_pays_for() -> None:
+    def fn(rank: int, keeps: int) -> tuple[int, int]:
+        model = Model(Shape(blocks=3))
+        optimizer = one_rank(model, max_live_parameters=keeps, reduce_bucket_size=1)
+        whole = compile_whole(optimizer.sharded, "aot_eager")
+        with optimizer.sharded.record() as actions:
+            optimizer.backward(model(batch(0, rank))["loss"])
+        optimizer.step()
+        assert not whole.reasons
+        gathers = actions.of_kind(Kind.UNSHARD, Kind.PREFETCH)
+        return len(gathers), max(actions.whole_bytes())
+
+    found = [sim.run(2, lambda rank, k=keeps: fn(rank, k))[0] for keeps in (0, 1000, 2000, 10**6)]
+    gathers, peaks = zip(*found, strict=True)
+    assert list(gathers) == sorted(gathers, reverse=True)
+    assert list(peaks) == sorted(peaks)
+    buckets = gathers[-1]
+    assert gathers[0] > 1.5 * buckets  # twice, but for what is used last in forward and first in backward
+    assert len(set(found)) == 4

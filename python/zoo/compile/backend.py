@@ -4,7 +4,7 @@ code."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -34,15 +34,16 @@ def compile_graph(
     *,
     backend: Backend,
     passes: Sequence[Registered],
-    run: Run,
+    run: Run, settings: Mapping[str, Any],
 ) -> Callable[..., Any]:  # fmt: skip
     """Code for a traced model.
 
     Args:
         graph, inputs: as torch.compile gives them. plan: of it. backend: what makes code of the rewritten graphs.
         passes: over the forward and the backward graph. run: is called in the place of each.
+        settings: of inductor.
     """
-    maker = _Maker(plan, passes, run)
+    maker = _Maker(plan, passes, run, settings)
     # What torch remembers of whole compilations would run no pass. It remembers graphs, after the passes.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         if backend == "inductor":
@@ -55,8 +56,10 @@ def compile_graph(
 class _Maker:
     """Makes code of the graphs of one traced model."""
 
-    def __init__(self, plan: GraphPlan, passes: Sequence[Registered], run: Run) -> None:
-        self._plan, self._passes, self._run = plan, passes, run
+    def __init__(
+        self, plan: GraphPlan, passes: Sequence[Registered], run: Run, settings: Mapping[str, Any]
+    ) -> None:  # fmt: skip
+        self._plan, self._passes, self._run, self._settings = plan, passes, run, settings
         self._rewritten: dict[bool, fx.GraphModule] = {}  # by whether it is that of backward
 
     def eager(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -87,7 +90,7 @@ class _Maker:
             rewritten, given = self._rewrite(part, given, backward=backward)
             return self._running(compile_fx_inner(rewritten, given, **options), backward)
 
-        pins = {**PINS, "custom_partitioner_fn": _partitioner(self.partition)}
+        pins = {**self._settings, **PINS, "custom_partitioner_fn": _partitioner(self.partition)}
         return compile_fx(graph, list(inputs), inner_compile=inner, config_patches=pins)
 
     def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

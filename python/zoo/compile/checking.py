@@ -8,7 +8,8 @@ from torch import fx
 
 from zoo.compile.capture import alias_of, readers
 from zoo.compile.ops import ACCUMULATE, BACK, ENTER, EVENTS, LEAVE
-from zoo.compile.plan import GraphPlan, output_of
+from zoo.compile.passes.keep import made_of_parameter
+from zoo.compile.plan import GraphPlan, output_of, values_of
 from zoo.shard.buckets import Bucket
 
 
@@ -21,7 +22,8 @@ def check(graph: fx.GraphModule, plan: GraphPlan) -> None:
 
     * events come in the order of the model's calls, all of them;
     * what reads a partitioned parameter stands between the event that brings it and the one that takes it;
-    * no output but the parameter itself is memory of a partitioned parameter;
+    * no output but the parameter itself is memory of a partitioned parameter, and nothing that forward keeps is a
+      parameter in another shape or dtype;
     * the gradients of a bucket are taken before the event at which backward is through with it.
     """
     at = {node: i for i, node in enumerate(graph.graph.nodes)}
@@ -41,6 +43,11 @@ def check(graph: fx.GraphModule, plan: GraphPlan) -> None:
                 raise PassError(f"{node} reads {name!r} where it is not here.")
             if node in outputs and alias_of(node):
                 raise PassError(f"{node}, in the memory of {name!r}, leaves the graph.")
+    kept = values_of(graph.graph)[plan.num_returned :] if not plan.backward else []
+    partitioned = {place for place, (bucket, _) in plan.parameters(graph.graph).items() if bucket.partitioned}
+    for value in kept:
+        if isinstance(value, fx.Node) and value not in partitioned and made_of_parameter(value, partitioned):
+            raise PassError(f"{value}, made of a parameter alone, is kept for backward.")
     buckets = {bucket.index: bucket for call in captured.calls for bucket in call.buckets}
     for node in at:
         if node.target is ACCUMULATE:

@@ -50,6 +50,7 @@ class WholeGraph:
     ) -> None:  # fmt: skip
         self._runtime, self._model, self._backend = runtime, model, backend
         self._options, self._schedule = dict(options or {}), validate_schedule(schedule)
+        self._settings = _settings(backend, self._options.pop("mode", None), self._options.pop("options", None))
         self.reasons: dict[tuple[bool, bool], str] = {}
         self.plans: list[GraphPlan] = []
         self._order = torch.zeros(1, dtype=torch.int64, device=runtime.buckets[0].device)
@@ -71,7 +72,9 @@ class WholeGraph:
 
     def _make(self, passes: Sequence[Registered], graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         plan = GraphPlan(capture(graph, inputs, self._runtime, self._model))
-        made = compile_graph(graph, inputs, plan, backend=self._backend, passes=passes, run=self._run)
+        made = compile_graph(
+            graph, inputs, plan, backend=self._backend, passes=passes, run=self._run, settings=self._settings
+        )  # fmt: skip
         self.plans.append(plan)
         return made
 
@@ -212,6 +215,17 @@ def compile_whole(
             "Compile its units: engine.compile(), or module.compile() of each."
         )
     return WholeGraph(sharded.runtime, sharded.module, backend=backend, schedule=schedule, options=options)
+
+
+def _settings(backend: str, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of inductor, from the arguments ``mode`` and ``options`` of torch.compile."""
+    if backend != "inductor":
+        if mode is not None or options:
+            raise ValueError(f"mode= and options= are of the backend inductor; {backend} has none.")
+        return {}
+    from torch._inductor import list_mode_options
+
+    return {**(list_mode_options(mode) if mode is not None else {}), **(options or {})}
 
 
 def _call_of(model: nn.Module) -> Callable[..., Any]:

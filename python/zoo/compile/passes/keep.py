@@ -55,7 +55,7 @@ def _keep(graph: fx.Graph, plan: GraphPlan) -> None:
         value = values[i]
         if not isinstance(value, fx.Node) or value in parameters:
             continue
-        chain = _made_of_parameter(value, parameters)
+        chain = made_of_parameter(value, parameters)
         if chain is not None:
             source: Any = chain[0].args[0]
             plan.remade[value.name] = source.name, [Step(n.target, n.args[1:], dict(n.kwargs), n.meta) for n in chain]
@@ -65,7 +65,7 @@ def _keep(graph: fx.Graph, plan: GraphPlan) -> None:
     graph.eliminate_dead_code()
 
 
-def _made_of_parameter(value: fx.Node, parameters: Any) -> list[fx.Node] | None:
+def made_of_parameter(value: fx.Node, parameters: Any) -> list[fx.Node] | None:
     """The nodes that make ``value`` of a parameter and nothing else; None if it is made otherwise."""
     chain: list[fx.Node] = []
     while value not in parameters:
