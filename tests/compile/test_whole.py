@@ -194,6 +194,47 @@ def test_hooks_on_modules_that_came_later_are_called() -> None:
         assert torch.equal(model(batch(0, 0))["logits"], before)
 
 
+def test_what_is_wrong_with_a_call_is_said_and_the_graph_stays() -> None:
+    model = Model(Shape(blocks=1))
+    optimizer = one_rank(model)
+    whole = compile_whole(optimizer.sharded, "aot_eager")
+    with pytest.raises(RuntimeError, match="Long, Int"):
+        model(torch.ones(2, 6))  # no tokens
+    optimizer.backward(model(batch(0, 0))["loss"])
+    assert not whole.reasons
+    assert not optimizer.sharded.runtime.contexts.driven
+    optimizer.step()
+
+
+def test_a_model_may_be_compiled_otherwise_afterwards() -> None:
+    def fn(rank: int, how: str) -> Any:
+        torch._dynamo.reset()
+        model = Model(Shape(blocks=1))
+        optimizer = one_rank(model, reduce_bucket_size=1)
+        for step in range(2):
+            if how == "twice" and step == 0:
+                compile_whole(optimizer.sharded, "aot_eager")
+            if how == "twice" and step == 1:
+                model.compile(backend="eager")
+            optimizer.backward(model(batch(step, rank))["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.consolidated_parameters()
+
+    (found,), (right,) = (sim.run(1, lambda rank, how=how: fn(rank, how)) for how in ("twice", "never"))
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+def test_torch_is_told_nothing_when_no_model_is_traced() -> None:
+    before = set(torch._dynamo.config.ignore_logger_methods), torch._dynamo.config.skip_nnmodule_hook_guards
+    sim.run(2, lambda rank: train(rank, Case(Shape(1), lengths=(6,)), True))
+    assert before == (set(torch._dynamo.config.ignore_logger_methods), torch._dynamo.config.skip_nnmodule_hook_guards)
+    with pytest.raises(ValueError, match="CUDA graphs"):
+        compile_whole(one_rank(Model(Shape(1))).sharded, mode="reduce-overhead")
+    with pytest.raises(ValueError, match="aot_eager has none"):
+        compile_whole(one_rank(Model(Shape(1))).sharded, "aot_eager", mode="default")
+
+
 def test_a_closed_optimizer_leaves_an_ordinary_model() -> None:
     model = Model(Shape(blocks=1))
     optimizer = one_rank(model)
@@ -268,13 +309,18 @@ def test_passes_change_at_their_step_and_every_rank_goes_on() -> None:
     register_compile_pass("counted_in_tests", counted)
     model = Model(Shape(blocks=1))
     optimizer = one_rank(model)
-    compile_whole(
+    whole = compile_whole(
         optimizer.sharded, "aot_eager", schedule=[(0, ["keep", "place"]), (1, ["keep", "place", "counted_in_tests"])]
     )
     for step in range(3):
         optimizer.backward(model(batch(step, 0))["loss"])
         assert len(seen) == (2 if step else 0)  # forward and backward, once
         optimizer.step()
+    told = whole.report().splitlines()
+    assert [line for line in told if "calls of units" in line] == [
+        "training: 10 calls of units, 16 parameters, 1 bucket(s) of 4,032 bytes that are gathered"
+    ] * 2
+    assert any(line.startswith("  place: backward: ") for line in told)
     assert compile_pass(counted).name == "counted_in_tests"
 
 

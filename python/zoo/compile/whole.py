@@ -50,17 +50,13 @@ class WholeGraph:
     ) -> None:  # fmt: skip
         self._runtime, self._model, self._backend = runtime, model, backend
         self._options, self._schedule = dict(options or {}), validate_schedule(schedule)
+        self._options.pop("fullgraph", None)  # it is
         self._settings = _settings(backend, self._options.pop("mode", None), self._options.pop("options", None))
         self.reasons: dict[tuple[bool, bool], str] = {}
         self.plans: list[GraphPlan] = []
-        self._order = torch.zeros(1, dtype=torch.int64, device=runtime.buckets[0].device)
+        self._order = torch.zeros(1, dtype=torch.int64)
         # By context: of each graph that ran in it, the numbers that calls have there.
         self._calls: weakref.WeakKeyDictionary[Context, list[dict[int, int]]] = weakref.WeakKeyDictionary()
-        self._tracing: dict[str, Any] = {
-            # A graph ends where a model logs: what it says in a graph is left out.
-            "ignore_logger_methods": {log for name, log in vars(logging.Logger).items() if name.startswith(_LEVELS)},
-            "skip_nnmodule_hook_guards": False,  # hooks that come later are seen
-        }
         self._use(self._schedule[0][1])
         runtime.compiled.use_whole_graph(self)
 
@@ -92,16 +88,35 @@ class WholeGraph:
         if (cast := self._runtime.cast_inputs) is not None:
             args, kwargs = cast(self._model, args, kwargs) or (args, kwargs)
         try:
-            with self._runtime.compiled.in_whole_graph(), torch._dynamo.config.patch(**self._tracing):
+            with self._runtime.compiled.in_whole_graph(), _traces:
                 output = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
+            output = self._by_hooks(args, kwargs)  # a mistake in this very call is raised by it, as what it is
             self._note(mode, error)
-            return self._by_hooks(args, kwargs)
+            return output
         except BaseException as error:
             self._runtime.abandon_graph(error)
             raise
         self._runtime.end_graph(output)
         return output
+
+    def report(self) -> str:
+        """Of each graph: the calls of units in it, what is gathered in them, what each pass made of it; and why what is
+        no graph is none."""
+        lines = []
+        for plan in self.plans:
+            captured = plan.captured
+            buckets = dict.fromkeys(b for call in captured.calls for b in call.buckets if b.partitioned)
+            lines.append(
+                f"{'training' if captured.trains else 'without gradients'}: {len(captured.calls)} calls of units, "
+                f"{len(captured.inputs)} parameters, {len(buckets)} bucket(s) of {sum(b.num_bytes for b in buckets):,} "
+                "bytes that are gathered"
+            )
+            lines += [f"  {name}: {said}" for name, words in plan.report.items() for said in words]
+        lines += [
+            f"no graph {'in training' if mode[0] else 'in evaluation'}: {why}" for mode, why in self.reasons.items()
+        ]
+        return "\n".join(lines) or "nothing has run yet"
 
     def _by_hooks(self, args: Any, kwargs: Any) -> Any:
         return self._model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -132,7 +147,10 @@ class WholeGraph:
             for number, (bucket, slot) in plan.captured.inputs.items():
                 storage = values[number].untyped_storage()._cdata
                 if storage != bucket.parameters.full.untyped_storage()._cdata:
-                    raise AssertionError(f"a graph of {bucket.called(slot)!r} was called with another parameter.")
+                    raise RuntimeError(
+                        f"the graph of this model was made with the parameter {bucket.called(slot)!r}, and another one "
+                        "is in its place now: call compile_whole (or engine.compile) again after a model has changed."
+                    )
 
 
 class _Forward:
@@ -191,6 +209,34 @@ class _Backward:
         self._runtime.add_in_graph(self._runtime.buckets[bucket], slot, gradient)
 
 
+class _Traces:
+    """What torch is told while a model may be traced; the last that leaves takes it back (ranks may be threads)."""
+
+    def __init__(self) -> None:
+        self._inside, self._before = 0, dict[str, Any]()
+
+    def __enter__(self) -> None:
+        config: Any = torch._dynamo.config
+        self._inside += 1
+        if self._inside > 1:
+            return
+        # A graph ends where a model logs: what it says in a graph is left out. Hooks that come later are seen.
+        logs = {log for name, log in vars(logging.Logger).items() if name.startswith(_LEVELS)}
+        told = {"ignore_logger_methods": logs, "skip_nnmodule_hook_guards": False}
+        self._before = {name: getattr(config, name) for name in told}
+        for name, value in told.items():
+            setattr(config, name, value)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            for name, value in self._before.items():
+                setattr(torch._dynamo.config, name, value)
+
+
+_traces = _Traces()
+
+
 def compile_whole(
     sharded: ShardedModel, backend: Backend = "inductor", *, schedule: Schedule = ((0, DEFAULT),), **options: Any
 ) -> WholeGraph:
@@ -225,7 +271,13 @@ def _settings(backend: str, mode: str | None, options: Mapping[str, Any] | None)
         return {}
     from torch._inductor import list_mode_options
 
-    return {**(list_mode_options(mode) if mode is not None else {}), **(options or {})}
+    found = {**(list_mode_options(mode) if mode is not None else {}), **(options or {})}
+    if found.get("triton.cudagraphs"):
+        raise ValueError(
+            "a whole graph with CUDA graphs (mode='reduce-overhead' or 'max-autotune'): these want memory that stays, "
+            "and parameters and gradients come and go. 'max-autotune-no-cudagraphs' works."
+        )
+    return found
 
 
 def _call_of(model: nn.Module) -> Callable[..., Any]:

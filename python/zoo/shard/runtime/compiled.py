@@ -24,13 +24,14 @@ class Compiled:
         model: whose modules may be compiled. hooks: handles of those on it. units, buckets: of it.
 
     Attributes:
-        sees_hooks: the compiler would trace into them.
+        sees_hooks: the compiler would trace into them. whole: the graph of all of the model is called.
     """
 
     def __init__(self, model: nn.Module, hooks: list[Any], units: Sequence[Unit], buckets: Sequence[Bucket]) -> None:
         self._model, self._hooks, self._units, self._buckets = model, hooks, units, buckets
         self.sees_hooks = True
         self._whole: Callable[..., Any] | None = None
+        self.whole = False
         self._others = [unit.module for unit in units]  # that were not compiled when somebody looked
         self.hide()
 
@@ -64,17 +65,19 @@ class Compiled:
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
-                hooks[handle.id] = own_hook(_untraced(hooks[handle.id]))
+                hooks[handle.id] = own_hook(_untraced(hooks[handle.id], self))
 
     @contextlib.contextmanager
     def in_whole_graph(self) -> Iterator[None]:
         """The graph of all of the model is called, with parameters that are not here."""
         held = [b.parameters for b in self._buckets if b.partitioned]
+        self.whole = True
         for parameters in held:
             parameters.hold(True)
         try:
             yield
         finally:
+            self.whole = False
             for parameters in held:
                 parameters.hold(False)
 
@@ -105,8 +108,8 @@ class Compiled:
         return len(inner)
 
 
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _untraced(hook: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
     def untraced(*args: Any, **kwargs: Any) -> Any:
-        return None if torch.compiler.is_compiling() else hook(*args, **kwargs)
+        return None if compiled.whole and torch.compiler.is_compiling() else hook(*args, **kwargs)
 
     return untraced
