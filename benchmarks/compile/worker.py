@@ -64,7 +64,10 @@ def llama(spec: dict[str, Any]) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.inner = LlamaForCausalLM(config)
-            self.blocks = self.inner.model.layers
+
+        @property
+        def blocks(self) -> Any:
+            return self.inner.model.layers
 
         def forward(self, tokens: Any) -> Any:
             return self.inner(input_ids=tokens, labels=tokens).loss

@@ -194,6 +194,40 @@ def test_hooks_on_modules_that_came_later_are_called() -> None:
         assert torch.equal(model(batch(0, 0))["logits"], before)
 
 
+class Outer(Model):
+    """Layers that belong to the model itself, before and after a unit."""
+
+    def __init__(self) -> None:
+        super().__init__(Shape(blocks=1))
+        self.first = torch.nn.Parameter(torch.randn(8, 8))
+        self.last = torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return (self.blocks[0](torch.tanh(x @ self.first)) @ self.last).square().sum()
+
+
+def test_what_the_model_itself_reads_is_here_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zoo.shard.memory.POOLED_BYTES", 64)  # buckets are as large as those that go early
+
+    def fn(rank: int, compiles: bool) -> Any:
+        model = Outer()
+        optimizer = one_rank(model, reduce_bucket_size=1)
+        whole = compile_whole(optimizer.sharded, "aot_eager", schedule=SCHEDULE) if compiles else None
+        for step in range(2):
+            x = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(2 * step + rank), requires_grad=True)
+            with optimizer.sharded.record() as actions:
+                optimizer.backward(model(x))
+            optimizer.step()
+        assert whole is None or not whole.reasons
+        return actions.starts(), x.grad, optimizer.consolidated_parameters()
+
+    graphs, hooks = (sim.run(1, lambda rank, c=c: fn(rank, c)) for c in (True, False))
+    for (starts, grad, values), (right, other, parameters) in zip(graphs, hooks, strict=True):
+        assert starts == right
+        assert torch.equal(grad, other)
+        assert all(torch.equal(values[name], parameters[name]) for name in parameters)
+
+
 def test_what_is_wrong_with_a_call_is_said_and_the_graph_stays() -> None:
     model = Model(Shape(blocks=1))
     optimizer = one_rank(model)

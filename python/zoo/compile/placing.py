@@ -65,13 +65,11 @@ def place(graph: fx.Graph, events: Sequence[Event]) -> list[fx.Node]:
 
 
 def _times(events: Sequence[Event], at: dict[fx.Node, int], output: int) -> list[float]:
-    """Where each event would stand: before what waits for it, and before later events do; after what it waits for."""
+    """Where each event would stand: right before what waits for it, or a later event."""
     latest, times = output - 0.5, [0.0] * len(events)
     for i in range(len(events) - 1, -1, -1):
         latest = min([latest, *(at[node] - 0.5 for node in events[i].before)])
         times[i] = latest
-        if not events[i].before and events[i].after:  # nothing waits for it: right after what it waits for
-            times[i] = min(latest, max(at[node] for node in events[i].after) + 0.5)
     return times
 
 

@@ -30,6 +30,7 @@ class GraphPlan:
         num_returned: the first outputs of the forward graph are the model's; the others are kept for backward.
         remade: by the name of an input of the backward graph that is a parameter although torch meant something that is
             made of it: that of the parameter's input, and how to make it.
+        read_last: partitioned buckets that the backward graph reads after its last event.
         backward: the graph at hand is that of backward.
         report: what passes have to say, by pass.
     """
@@ -38,6 +39,7 @@ class GraphPlan:
     names: list[str] = field(default_factory=list)
     num_returned: int = 0
     remade: dict[str, tuple[str, list[Step]]] = field(default_factory=dict)
+    read_last: frozenset[Bucket] = frozenset()
     backward: bool = False
     report: dict[str, list[str]] = field(default_factory=dict)
 

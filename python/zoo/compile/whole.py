@@ -57,6 +57,11 @@ class WholeGraph:
         self._order = torch.zeros(1, dtype=torch.int64)
         # By context: of each graph that ran in it, the numbers that calls have there.
         self._calls: weakref.WeakKeyDictionary[Context, list[dict[int, int]]] = weakref.WeakKeyDictionary()
+        self._tracing: dict[str, Any] = {
+            # A graph ends where a model logs: what it says in a graph is left out.
+            "ignore_logger_methods": {log for name, log in vars(logging.Logger).items() if name.startswith(_LEVELS)},
+            "skip_nnmodule_hook_guards": False,  # hooks that come later are seen
+        }
         self._use(self._schedule[0][1])
         runtime.compiled.use_whole_graph(self)
 
@@ -88,7 +93,7 @@ class WholeGraph:
         if (cast := self._runtime.cast_inputs) is not None:
             args, kwargs = cast(self._model, args, kwargs) or (args, kwargs)
         try:
-            with self._runtime.compiled.in_whole_graph(), _traces:
+            with self._runtime.compiled.in_whole_graph(), torch._dynamo.config.patch(**self._tracing):
                 output = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             output = self._by_hooks(args, kwargs)  # a mistake in this very call is raised by it, as what it is
@@ -137,7 +142,7 @@ class WholeGraph:
     def _run(self, plan: GraphPlan, compiled: Callable[[list[Any]], Any], values: list[Any], *, backward: bool) -> Any:
         self._check(plan, values, backward)
         values.append(self._order)
-        execution = _Backward(self, plan.captured) if backward else _Forward(self, plan.captured)
+        execution = _Backward(self, plan) if backward else _Forward(self, plan.captured)
         with executing(execution), self._runtime.compiled.in_whole_graph() if backward else nullcontext():
             return compiled(values)
 
@@ -182,8 +187,9 @@ class _Forward:
 class _Backward:
     """A backward graph runs."""
 
-    def __init__(self, whole: WholeGraph, captured: Captured) -> None:
-        self._runtime, self._captured = whole._runtime, captured
+    def __init__(self, whole: WholeGraph, plan: GraphPlan) -> None:
+        self._runtime = whole._runtime
+        self._runtime.backward.walk.read_last = plan.read_last
         context = self._runtime.backward.walk.at
         if context is None or context not in whole._calls:
             raise RuntimeError("a backward graph runs outside of a backward through the model's output.")
@@ -207,34 +213,6 @@ class _Backward:
 
     def accumulate(self, gradient: torch.Tensor, bucket: int, slot: int) -> None:
         self._runtime.add_in_graph(self._runtime.buckets[bucket], slot, gradient)
-
-
-class _Traces:
-    """What torch is told while a model may be traced; the last that leaves takes it back (ranks may be threads)."""
-
-    def __init__(self) -> None:
-        self._inside, self._before = 0, dict[str, Any]()
-
-    def __enter__(self) -> None:
-        config: Any = torch._dynamo.config
-        self._inside += 1
-        if self._inside > 1:
-            return
-        # A graph ends where a model logs: what it says in a graph is left out. Hooks that come later are seen.
-        logs = {log for name, log in vars(logging.Logger).items() if name.startswith(_LEVELS)}
-        told = {"ignore_logger_methods": logs, "skip_nnmodule_hook_guards": False}
-        self._before = {name: getattr(config, name) for name in told}
-        for name, value in told.items():
-            setattr(config, name, value)
-
-    def __exit__(self, *_: object) -> None:
-        self._inside -= 1
-        if not self._inside:
-            for name, value in self._before.items():
-                setattr(torch._dynamo.config, name, value)
-
-
-_traces = _Traces()
 
 
 def compile_whole(

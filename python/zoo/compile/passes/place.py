@@ -32,7 +32,14 @@ def place(graph: fx.GraphModule, plan: GraphPlan) -> fx.GraphModule:
         if bucket.partitioned:
             places[bucket].append(node)
     make = _backward if plan.backward else _forward
-    put(graph.graph, make(graph.graph, plan, order, places))
+    made = put(graph.graph, make(graph.graph, plan, order, places))
+    if plan.backward:
+        at = {node: i for i, node in enumerate(graph.graph.nodes)}
+        last = max((at[node] for node in made if node.args[1]), default=-1)
+        plan.read_last = frozenset(
+            bucket for bucket, inputs in places.items()
+            if any(at[node] > last for place in inputs for node in readers(place))
+        )  # fmt: skip
     return graph
 
 
@@ -132,8 +139,8 @@ def _backward(
             if bucket in captured.calls[number].buckets:
                 values[number].update(dict.fromkeys(places.get(bucket, ())))
         brought, over = captured.brought_at(bucket), captured.over_at(bucket)
-        if brought is not None:
-            events[brought].before += touches
+        if brought is not None:  # its backward reads parameters, and gives their gradients
+            events[brought].before += [*touches, *adds[bucket]]
         if over is not None:
             events[over].after += [*touches, *adds[bucket]]
             values[over].update(dict.fromkeys(places.get(bucket, ())))

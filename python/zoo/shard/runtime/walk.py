@@ -61,10 +61,13 @@ class Walk:
         self._unread: set[Bucket] = set()  # released while autograd adds to their gradients
         self.used: set[Bucket] = set()
         """By the context that a schedule drives."""
+        self.read_last: frozenset[Bucket] = frozenset()
+        """What a compiled graph reads although autograd has not saved it."""
 
     def begin(self, *, accumulates: bool, launches: bool) -> None:
         """A backward begins, which finds its contexts."""
         self.accumulates, self.launches, self._drives = accumulates, launches, False
+        self.read_last = frozenset()
         self.at = None
         self.visited.clear()
         self.awaited.clear()
@@ -185,6 +188,8 @@ class Walk:
         for _, bucket in context.uses[: context.left]:
             # Another forward that waits would gather it again, and on each rank or on none.
             if not bucket.partitioned or bucket.leases > 1 or bucket.memory.pools(bucket.num_bytes):
+                continue
+            if bucket in self.read_last:
                 continue
             if bucket not in unit.partitioned and bucket.parameters.live and not bucket.parameters.is_saved():
                 self._unread.add(bucket)
