@@ -24,7 +24,10 @@ _TENSOR_PARALLEL = (
     "a model is cut by the section tensor_parallel, or by zoo.tensor; zoo.inject.inject puts fast forwards into layers."
 )
 _CUT = "the engine does it, from the section tensor_parallel and what tp_model_init was told."
-_COMPILER = "there are no compiler passes of its own yet; engine.compile() is torch.compile."
+_COMPILER = (
+    "its compiler passes are zoo's own: compile.deepcompile with engine.compile() makes one graph, and "
+    "zoo.compile.register_compile_pass adds a pass."
+)
 _SEQUENCES = (
     "models are not rewritten for split sequences; DistributedAttention and UlyssesSPAttentionHF wrap their attention."
 )
