@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,6 +193,44 @@ def test_hooks_on_modules_that_came_later_are_called() -> None:
         assert not model(batch(0, 0))["logits"].any()
         handle.remove()
         assert torch.equal(model(batch(0, 0))["logits"], before)
+
+
+ROUTES: dict[str, tuple[int, Any]] = {
+    "parameters on NVMe": (2, lambda path: {"offload_param": {"device": "nvme", "nvme_path": str(path)}}),
+    "parameters on the host": (2, lambda path: {"offload_param": {"device": "cpu"}}),
+    "secondary partitions": (4, lambda path: {"zero_hpz_partition_size": 2}),
+    "quantised weights": (2, lambda path: {"zero_quantized_weights": True}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ROUTES)
+def test_parameters_come_from_wherever_they_live(what: str, tmp_path: Path) -> None:
+    ranks, options = ROUTES[what]
+
+    def fn(rank: int, compiles: bool) -> Any:
+        path = tmp_path / str(compiles)
+        path.mkdir(exist_ok=True)
+        model = Model(Shape(2, tied=True))
+        optimizer = one_rank(model, reduce_bucket_size=1, **options(path))
+        whole = compile_whole(optimizer.sharded, "aot_eager", schedule=SCHEDULE) if compiles else None
+        losses, starts = [], []
+        for step in range(2):
+            with optimizer.sharded.record() as actions:
+                loss = model(batch(step, rank))["loss"]
+                optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            starts.append(actions.starts())
+        assert whole is None or not whole.reasons
+        return losses, starts, optimizer.consolidated_parameters()
+
+    graphs, hooks = (sim.run(ranks, lambda rank, c=c: fn(rank, c)) for c in (True, False))
+    for (losses, starts, values), (right, others, parameters) in zip(graphs, hooks, strict=True):
+        assert all(map(torch.equal, losses, right))
+        assert starts == others
+        assert all(torch.equal(values[name], parameters[name]) for name in parameters)
 
 
 class Outer(Model):
