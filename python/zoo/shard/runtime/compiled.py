@@ -30,7 +30,7 @@ class Compiled:
     def __init__(self, model: nn.Module, hooks: list[Any], units: Sequence[Unit], buckets: Sequence[Bucket]) -> None:
         self._model, self._hooks, self._units, self._buckets = model, hooks, units, buckets
         self.sees_hooks = True
-        self._whole: Callable[..., Any] | None = None
+        self._call: Callable[..., Any] | None = None  # that runs the model as one graph
         self.whole = False
         self._others = [unit.module for unit in units]  # that were not compiled when somebody looked
         self.hide()
@@ -60,7 +60,7 @@ class Compiled:
 
         That has events in the places of hooks: these do nothing while it is traced.
         """
-        self._whole, self._model._compiled_call_impl = call, call
+        self._call, self._model._compiled_call_impl = call, call
         self.hide(whole=True)
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
@@ -83,7 +83,7 @@ class Compiled:
 
     def end(self) -> None:
         """The hooks are gone: the model is an ordinary one."""
-        if self._whole is not None and self._model._compiled_call_impl is self._whole:
+        if self._call is not None and self._model._compiled_call_impl is self._call:
             self._model._compiled_call_impl = None
 
     def watched_gradient(self) -> str | None:
