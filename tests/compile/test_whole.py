@@ -169,6 +169,29 @@ def test_a_model_that_is_no_graph_runs_by_its_hooks_and_says_why_once(caplog: py
     assert sum("is no whole graph in training" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_a_model_of_one_class_after_another_is_a_graph() -> None:
+    """torch counts the graphs of a code object, whatever model they are of."""
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        for _ in range(4):
+            model = Model(Shape(blocks=1))
+            whole = compile_whole(one_rank(model).sharded, "aot_eager")
+            model(batch(0, 0))
+            assert len(whole.plans) == 1
+            assert not whole.reasons
+
+
+def test_too_many_kinds_of_inputs_run_by_the_hooks(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(Shape(blocks=1))
+    right = Model(Shape(blocks=1))
+    whole = compile_whole(one_rank(model).sharded, "aot_eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        for length in (3, 4, 5, 6, 3):
+            assert torch.equal(model(batch(0, 0, length))["logits"], right(batch(0, 0, length))["logits"])
+    assert len(whole.plans) == 2
+    assert "made 2 graphs of it already" in whole.reasons[True, False]
+    assert "dynamic=True" in caplog.text
+
+
 def test_hooks_on_gradients_are_called() -> None:
     model = Model(Shape(blocks=1))
     optimizer = one_rank(model)

@@ -95,7 +95,7 @@ class WholeGraph:
         try:
             with self._runtime.compiled.in_whole_graph(), torch._dynamo.config.patch(**self._tracing):
                 output = self._compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             output = self._by_hooks(args, kwargs)  # a mistake in this very call is raised by it, as what it is
             self._note(mode, error)
             return output
@@ -130,6 +130,11 @@ class WholeGraph:
         cause = getattr(error, "inner_exception", error)
         if isinstance(cause, NotWholeError) and cause.again:
             return
+        if isinstance(cause, torch._dynamo.exc.FailOnRecompileLimitHit):
+            cause = NotWholeError(
+                f"torch.compile made {torch._dynamo.config.recompile_limit} graphs of it already, of inputs of as many "
+                "kinds (torch._dynamo.config.recompile_limit); dynamic=True makes one of all lengths"
+            )
         why = str(cause).partition("\n")[0]
         self.reasons[mode] = why
         _log.warning(
@@ -259,9 +264,11 @@ def _settings(backend: str, mode: str | None, options: Mapping[str, Any] | None)
 
 
 def _call_of(model: nn.Module) -> Callable[..., Any]:
-    """The call of a model, which torch traces as a function of its own."""
+    """The call of a model, which torch traces as a function of its own: the number of graphs is limited for each code
+    object, and models of one process are not to share it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    call.__code__ = call.__code__.replace()
     return call
