@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from zoo.cost.collectives import wire_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -55,32 +57,6 @@ class OpStats:
         """Wire bytes per second, 0.0 before anything was timed."""
         time_s = self.time_s
         return self.wire_bytes / time_s if time_s > 0 else 0.0
-
-
-WIRE_FACTOR: dict[str, Callable[[int], float]] = {
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "broadcast": lambda n: 1.0 if n > 1 else 0.0,
-    "all_gather_object": lambda n: (n - 1) / n,
-    "broadcast_object": lambda n: 1.0,
-    "barrier": lambda n: 0.0,
-    "send": lambda n: 1.0,
-    "recv": lambda n: 0.0,
-}
-
-
-def wire_bytes(op: str, message_bytes: int, group_size: int, num_local: int | None) -> tuple[int, int, int]:
-    """(all, to the same node, to other nodes): what one rank sends; see :class:`OpStats` for the conventions.
-
-    ``num_local`` ranks of the group are on the sender's node; None, for unknown, gives (all, 0, 0).
-    """
-    sent = round(message_bytes * WIRE_FACTOR[op](group_size))
-    if num_local is None or group_size == 1:
-        return sent, 0, 0
-    inter = round(sent * (group_size - num_local) / (group_size - 1))
-    return sent, sent - inter, inter
 
 
 def bytes_of_rows(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zoo.comm.failures import RankFailedError
 from zoo.comm.handles import Pending
-from zoo.comm.log import wire_bytes
+from zoo.cost.collectives import wire_bytes
 
 if TYPE_CHECKING:
     from zoo.comm.communicator import Communicator

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from zoo.comm import Communicator, Handle, Then, all_of
-from zoo.comm.log import wire_bytes
+from zoo.cost.collectives import wire_bytes
 from zoo.shard.placement.axes import Axes
 
 if TYPE_CHECKING:
