@@ -1,8 +1,12 @@
-"""What a collective sends: bytes of a rank, by the algorithms with the least of them."""
+"""What a collective sends and how long it takes: bytes of a rank, by the algorithms with the least of them; seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
+import math
+from collections.abc import Callable, Sequence
+
+from zoo.cost.hardware import Hardware
 
 WIRE_FACTOR: dict[str, Callable[[int], float]] = {
     "all_gather": lambda n: (n - 1) / n,
@@ -33,3 +37,57 @@ def wire_bytes(op: str, message_bytes: int, group_size: int, num_local: int | No
         return sent, 0, 0
     inter = round(sent * (group_size - num_local) / (group_size - 1))
     return sent, sent - inter, inter
+
+
+def seconds(
+    op: str, num_bytes: float, ranks: int, hardware: Hardware, *, local: int, rings: int | None = None
+) -> float:
+    """How long a collective takes, from when the last rank has come to it.
+
+    Inside of a node, a ring of n ranks: (n - 1) steps, twice as many for an all-reduce, of ``latency + bytes / n /
+    rate``; or as it was measured. Over nodes the ring passes each node once: what a node sends leaves it through
+    ``rings`` adapters, and the steps between nodes have the network's latency, those inside of a node that of its link.
+    NCCL goes on to trees where a ring's latency would be more than its bytes; a tree has 2 log2(nodes) of these steps,
+    and the lesser of both is taken (Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth").
+
+    Args:
+        num_bytes: of the whole logical buffer. ranks: of the group; local: those of them on one node.
+        rings: adapters of a node that this group uses; its share of all of them by default, where the ranks of a node
+            are in as many groups as there is place for.
+    """
+    if ranks == 1 or num_bytes <= 0:
+        return 0.0
+    factor = WIRE_FACTOR[op](ranks)
+    steps = (2 if op == "all_reduce" else 1) * (ranks - 1)
+    if local >= ranks:
+        return _inside(op, num_bytes, ranks, hardware, factor, steps)
+    nodes = math.ceil(ranks / local)
+    share = local / hardware.ranks_per_node
+    adapters = min(rings, hardware.adapters) if rings is not None else max(hardware.adapters * share, 1e-9)
+    rate = min(adapters * hardware.between.bytes_per_s, hardware.inside.bytes_per_s * (1 if local > 1 else math.inf))
+    hops = steps // (ranks - 1)
+    around = hops * ((nodes - 1) * hardware.between.latency_s + nodes * (local - 1) * hardware.inside.latency_s)
+    tree = 2 * hops * (math.log2(nodes) * hardware.between.latency_s + (local - 1) * hardware.inside.latency_s)
+    return num_bytes * factor / rate + min(around, tree)
+
+
+def _inside(op: str, num_bytes: float, ranks: int, hardware: Hardware, factor: float, steps: int) -> float:
+    table = hardware.inside.all_reduce.get(ranks)
+    if table is None:
+        return num_bytes * factor / hardware.inside.bytes_per_s + steps * hardware.inside.latency_s
+    # Of an all-reduce, each half (reduce-scatter, all-gather) sends half of the bytes.
+    part = factor / WIRE_FACTOR["all_reduce"](ranks)
+    return part * _interpolated(table, num_bytes)
+
+
+def _interpolated(table: Sequence[tuple[float, float]], num_bytes: float) -> float:
+    """Between the points that are there; below the first its time, above the last its rate."""
+    sizes = [size for size, _ in table]
+    at = bisect.bisect_left(sizes, num_bytes)
+    if at == 0:
+        return table[0][1]
+    if at == len(table):
+        size, time_s = table[-1]
+        return time_s * num_bytes / size
+    (size, time_s), (more, longer) = table[at - 1], table[at]
+    return time_s + (longer - time_s) * (num_bytes - size) / (more - size)

@@ -1,0 +1,5 @@
+"""``python -m benchmarks.cost``."""
+
+from benchmarks.cost.published import main
+
+main()

@@ -1,0 +1,236 @@
+"""What machines can do, as data: a device, the links of a node, the network between nodes.
+
+A file is JSON. Each number is there with where it comes from (``sources``), or with when it was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Device", "Hardware", "HardwareError", "Link", "Measured", "Tile", "hardware", "hardware_names"]
+
+_MAX_BYTES = 16 << 20  # of a file
+
+
+class HardwareError(ValueError):
+    """There is no such hardware, or a file that is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A part of a product's result that one unit of the device makes.
+
+    Attributes:
+        rows, columns: of it. reached: of the best rate of a product, the part that this tile can have.
+    """
+
+    rows: int
+    columns: int
+    reached: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One product that was measured: (m, k) times (k, n), in FLOP/s."""
+
+    m: int
+    n: int
+    k: int
+    flops_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What computes.
+
+    Attributes:
+        flops_per_s: by dtype ("bf16", "fp32", …), the peak that its maker states.
+        reached: of the peak, the part that a product reaches that is large in all three sizes.
+        memory_bytes: of it. bytes_per_s: that its memory reads or writes, stated; memory_reached: the part of it that
+            operations reach which do little else.
+        units: that make tiles at the same time (multiprocessors, cores). tiles: that products are cut into.
+        fill: elements of k for which a tile takes as long as filling and emptying its pipeline does.
+        products: measured ones, by dtype. Where there are any, they go before tiles.
+    """
+
+    name: str
+    flops_per_s: Mapping[str, float]
+    memory_bytes: int
+    bytes_per_s: float
+    reached: float = 1.0
+    memory_reached: float = 1.0
+    units: int = 1
+    tiles: tuple[Tile, ...] = (Tile(rows=1, columns=1),)
+    fill: float = 0.0
+    products: Mapping[str, tuple[Measured, ...]] = field(default_factory=dict)
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of a dtype.
+
+        Raises:
+            HardwareError: the file states none for it.
+        """
+        if dtype not in self.flops_per_s:
+            raise HardwareError(
+                f"{self.name} states no FLOP/s for {dtype!r}; it does for {', '.join(self.flops_per_s)}."
+            )
+        return self.flops_per_s[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What connects ranks.
+
+    Attributes:
+        latency_s: of a message. bytes_per_s: that one rank sends and, at the same time, receives.
+        all_reduce: by the number of ranks, (bytes, seconds) that were measured, bytes rising. Where there are any, they
+            go before the formula.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    all_reduce: Mapping[int, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Nodes of equal devices.
+
+    Attributes:
+        ranks_per_node: devices of a node. inside: between devices of a node, for one device.
+        between: between nodes, for one adapter. adapters: of a node.
+        sources: where the numbers come from.
+    """
+
+    name: str
+    device: Device
+    ranks_per_node: int
+    inside: Link
+    between: Link
+    adapters: int = 1
+    sources: tuple[str, ...] = ()
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """What all adapters of a node send together."""
+        return self.adapters * self.between.bytes_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a file has it."""
+        found = dataclasses.asdict(self)
+        for link in (found["inside"], found["between"]):
+            link["all_reduce"] = {str(n): [list(point) for point in points] for n, points in link["all_reduce"].items()}
+        return found
+
+    @classmethod
+    def from_dict(cls, document: Any) -> Hardware:
+        """The other way round.
+
+        Raises:
+            HardwareError: a document of another form, with what is wrong in it.
+        """
+        try:
+            return _hardware(document)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            said = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise HardwareError(f"this is no hardware file: {said}.") from error
+
+    def write(self, path: str | Path) -> None:
+        """Into a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+def hardware_names() -> list[str]:
+    """Those that zoo knows by name."""
+    folder = resources.files("zoo.cost") / "files"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def hardware(name: str | Path) -> Hardware:
+    """Hardware by its name ("a100-80"), or from a file.
+
+    Raises:
+        HardwareError: neither is there, or the file is none.
+    """
+    names = hardware_names()
+    if str(name) in names:
+        return Hardware.from_dict(json.loads((resources.files("zoo.cost") / "files" / f"{name}.json").read_text()))
+    path = Path(name)
+    if not path.is_file():
+        raise HardwareError(
+            f"no hardware is named {str(name)!r}, and no file is: known are {', '.join(names)}; "
+            "`zoo bench hardware --write FILE` measures this machine."
+        )
+    if path.stat().st_size > _MAX_BYTES:
+        raise HardwareError(f"{path} has {path.stat().st_size:,} bytes; a hardware file has at most {_MAX_BYTES:,}.")
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise HardwareError(f"{path} is no JSON: {error}.") from error
+    return Hardware.from_dict(document)
+
+
+def _hardware(document: Any) -> Hardware:
+    given = _fields(Hardware, document)
+    device = _fields(Device, given["device"])
+    device["flops_per_s"] = {str(k): _positive(f"flops_per_s of {k}", v) for k, v in device["flops_per_s"].items()}
+    if not device["flops_per_s"]:
+        raise ValueError("flops_per_s of its device is empty")
+    device["tiles"] = tuple(Tile(**_fields(Tile, t)) for t in device.get("tiles", [{"rows": 1, "columns": 1}]))
+    if not device["tiles"]:
+        raise ValueError("its device has no tiles")
+    device["products"] = {
+        str(dtype): tuple(Measured(**_fields(Measured, m)) for m in found)
+        for dtype, found in device.get("products", {}).items()
+    }
+    given["device"] = Device(**device)
+    for name in ("inside", "between"):
+        link = _fields(Link, given[name])
+        link["all_reduce"] = {
+            int(ranks): tuple((float(size), float(seconds)) for size, seconds in points)
+            for ranks, points in link.get("all_reduce", {}).items()
+        }
+        given[name] = Link(**link)
+    given["sources"] = tuple(str(source) for source in given.get("sources", ()))
+    return Hardware(**given)
+
+
+def _fields(cls: type[Any], document: Any) -> dict[str, Any]:
+    """The fields of a dataclass from a document: those known, and numbers where there are to be numbers."""
+    if not isinstance(document, Mapping):
+        raise ValueError(f"{cls.__name__.lower()} is {document!r}, where an object is expected")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(document) - set(fields))
+    if unknown:
+        raise ValueError(f"{cls.__name__.lower()} has {unknown[0]!r}; it may have {', '.join(fields)}")
+    found = dict(document)
+    for name, f in fields.items():
+        if f.type in ("float", "int"):
+            if name not in found:
+                if f.default is dataclasses.MISSING:
+                    raise KeyError(name)
+                continue
+            zero = name in ("fill", "latency_s", "memory_bytes")
+            found[name] = _number(name, found[name], zero=zero, whole=f.type == "int")
+    return found
+
+
+def _positive(name: str, value: Any) -> float:
+    return float(_number(name, value, zero=False, whole=False))
+
+
+def _number(name: str, value: Any, *, zero: bool, whole: bool) -> float | int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}, where a number is expected")
+    if value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{name} is {value!r}, where a number {'of at least' if zero else 'above'} 0 is expected")
+    if whole and value != int(value):
+        raise ValueError(f"{name} is {value!r}, where a whole number is expected")
+    return int(value) if whole else value

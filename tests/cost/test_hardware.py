@@ -1,0 +1,98 @@
+"""Hardware files: what is written is read, and what is none is refused with what is wrong in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zoo.cost import Device, Hardware, HardwareError, Link, Measured, Tile, hardware, hardware_names
+
+POSITIVE = st.floats(1e-9, 1e18)
+LINKS = st.builds(
+    Link, latency_s=st.floats(0, 1), bytes_per_s=POSITIVE,
+    all_reduce=st.dictionaries(st.integers(2, 64), st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1).map(tuple)),
+)  # fmt: skip
+DEVICES = st.builds(
+    Device, name=st.text(max_size=9), memory_bytes=st.integers(0, 10**12), bytes_per_s=POSITIVE, reached=POSITIVE,
+    flops_per_s=st.dictionaries(st.sampled_from(["bf16", "fp32"]), POSITIVE, min_size=1), units=st.integers(1, 999),
+    tiles=st.lists(st.builds(Tile, rows=st.integers(1, 512), columns=st.integers(1, 512), reached=POSITIVE),
+                   min_size=1).map(tuple),
+    fill=st.floats(0, 1e4),
+    products=st.dictionaries(st.sampled_from(["bf16"]), st.lists(st.builds(
+        Measured, m=st.integers(1, 9999), n=st.integers(1, 9999), k=st.integers(1, 9999), flops_per_s=POSITIVE,
+    )).map(tuple)),
+)  # fmt: skip
+
+
+@given(
+    st.builds(
+        Hardware, name=st.text(max_size=9), device=DEVICES, ranks_per_node=st.integers(1, 99), inside=LINKS,
+        between=LINKS, adapters=st.integers(1, 9), sources=st.lists(st.text(max_size=9)).map(tuple),
+    )
+)  # fmt: skip
+def test_a_file_has_it_all(given_: Hardware) -> None:
+    assert Hardware.from_dict(json.loads(json.dumps(given_.to_dict()))) == given_
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_known_hardware_is_complete(name: str, tmp_path: Path) -> None:
+    found = hardware(name)
+    assert found.name == name
+    assert found.sources
+    assert found.device.peak("bf16") > 1e12
+    with pytest.raises(HardwareError, match="states no FLOP/s for 'int3'"):
+        found.device.peak("int3")
+    found.write(tmp_path / "mine.json")
+    assert hardware(tmp_path / "mine.json") == found
+
+
+def _changed(**changes: Any) -> dict[str, Any]:
+    document = hardware("h100-80").to_dict()
+    for where, value in changes.items():
+        at: Any = document
+        *path, last = where.split("__")
+        for part in path:
+            at = at[part]
+        if value is None:
+            del at[last]
+        else:
+            at[last] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ([], "hardware is \\[\\], where an object is expected"),
+        (_changed(adapters="8"), "adapters is '8', where a number is expected"),
+        (_changed(adapters=0), "adapters is 0, where a number above 0 is expected"),
+        (_changed(adapters=1.5), "adapters is 1.5, where a whole number is expected"),
+        (_changed(device__fill=-1), "fill is -1, where a number of at least 0 is expected"),
+        (_changed(device__units=float("inf")), "units is inf"),
+        (_changed(device__bytes_per_s=None), "it has no 'bytes_per_s'"),
+        (_changed(device__flops_per_s={"bf16": True}), "flops_per_s of bf16 is True"),
+        (_changed(device__flops_per_s={}), "flops_per_s of its device is empty"),
+        (_changed(device__tiles=[]), "its device has no tiles"),
+        (_changed(speed=3), "hardware has 'speed'; it may have name, device"),
+    ],
+)
+def test_what_is_no_hardware_is_refused(document: Any, said: str) -> None:
+    with pytest.raises(HardwareError, match=f"this is no hardware file: {said}"):
+        Hardware.from_dict(document)
+
+
+def test_names_and_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(HardwareError, match="no hardware is named 'a1000', and no file is: known are a100-40"):
+        hardware("a1000")
+    (tmp_path / "text").write_text("{")
+    with pytest.raises(HardwareError, match="is no JSON"):
+        hardware(tmp_path / "text")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(17 << 20)
+    with pytest.raises(HardwareError, match="17,825,792 bytes"):
+        hardware(tmp_path / "large")
