@@ -70,7 +70,7 @@ def llm_foundry() -> list[Run]:
         hidden, heads, layers = _MPT[row["model"]]
         model = Transformer(
             hidden=hidden, heads=heads, layers=layers, seq=row["seq_length"], vocab=50_368, positions=row["seq_length"],
-            attention="flash", dropout=False, bias=False,
+            attention="flash", dropout=False,
         )  # fmt: skip
         ranks, batch = row["num_gpus"], row["global_batch"]
         layout = Layout(
