@@ -101,6 +101,25 @@ MEGATRON = (
 """Models of V1 and V2: name, shape, stages, chunks, batch, micro-batch."""
 
 
+def torchtitan() -> Iterator[tuple[str, Run]]:
+    """V8: torchtitan's page on performance: FSDP on 64 A100-80, tokens a second and GPU."""
+    shared = {"kv_heads": 8, "gated": True, "tied": False, "dropout": False, "bias": "none", "attention": "flash"}
+    wide = {"hidden": 8192, "heads": 64, "layers": 80, "ffn": 28_672}
+    models = (
+        ("Llama 3 8B", {"hidden": 4096, "heads": 32, "layers": 32, "ffn": 14_336, "vocab": 128_256}, 8192, 1, 2904),
+        ("Llama 3 70B", {**wide, "vocab": 128_256}, 8192, 1, 331),
+        ("Llama 2 13B", {"hidden": 5120, "heads": 40, "kv_heads": 40, "layers": 40, "ffn": 13_824, "vocab": 32_000},
+         4096, 2, 2162),
+        ("Llama 2 70B", {**wide, "vocab": 32_000}, 4096, 1, 355),
+    )  # fmt: skip
+    for name, shape, seq, micro, tokens_per_s in models:
+        model = Transformer(seq=seq, **{**shared, **shape})  # type: ignore[arg-type]
+        layout = Layout(
+            global_batch=64 * micro, micro_batch=micro, data=64, stage=3, recompute="full" if "70B" in name else "none"
+        )
+        yield name, Run(model=model, layout=layout, hardware=hardware("a100-80"), step_s=micro * seq / tokens_per_s)
+
+
 def zero_3() -> Iterator[tuple[str, Run]]:
     """V3: Narayanan et al. 2021 (arXiv:2104.04473), table 2; its FLOPs are those of equation 3."""
     points = (

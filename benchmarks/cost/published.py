@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import machine, table
-from benchmarks.cost.points import MEGATRON, llm_foundry, megatron_2022, vtrain, vtrain_cluster, zero_3
+from benchmarks.cost.points import MEGATRON, llm_foundry, megatron_2022, torchtitan, vtrain, vtrain_cluster, zero_3
 
-from zoo.cost import LEAN, Calibration, Hardware, Layout, Run, Software, calibrate, memory_of, step_time
+from zoo.cost import EAGER, LEAN, Calibration, Hardware, Layout, Run, Software, calibrate, memory_of, step_time
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 DEEPSPEED = Software(
@@ -114,6 +114,8 @@ def report() -> str:
               lambda r: seconds_of(r, LEAN), "≤ 4 %, worst 8 %"),
         judge("ZeRO-3 (V3)", [r for _, r in zero_3()], lambda r: seconds_of(r, STAGE_3), "≤ 10 %"),
     ]  # fmt: skip
+    judged.append(judge("torchtitan (V8), nothing fitted", [r for _, r in torchtitan()],
+                        lambda r: seconds_of(r, EAGER), ""))  # fmt: skip
     factors = {"vTrain, one node": found}
     fsdp = llm_foundry()
     for name, machines in (("A100", ("a100-40", "a100-80")), ("H100", ("h100-80",))):
@@ -138,7 +140,7 @@ def report() -> str:
 
 def _points() -> list[list[str]]:
     found = []
-    for points, software in ((megatron_2022(), LEAN), (zero_3(), STAGE_3)):
+    for points, software in ((megatron_2022(), LEAN), (zero_3(), STAGE_3), (torchtitan(), EAGER)):
         for name, run in points:
             time_s = seconds_of(run, software)
             found.append([name, f"{run.step_s:.2f}", f"{time_s:.2f}", f"{time_s / run.step_s - 1:+.1%}"])

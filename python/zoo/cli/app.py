@@ -218,15 +218,50 @@ def _leave() -> None:
 
 @app.command()
 def forecast(
-    config: Path_,
+    config: Annotated[Path, typer.Argument(help="A configuration of zoo train; with --gpus, a model's config.json.")],
     ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 1,
     rank: Annotated[int, typer.Option(min=0, help="Whose figures.")] = 0,
     device: Annotated[str, typer.Option(help="Where the model computes: cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     set_: Set = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Forecast time on so many, without them.")] = None,
+    machine: Annotated[str, typer.Option("--hardware", help="By name (h100), or a file.")] = "h100",
+    software: Annotated[str, typer.Option(help="eager, or lean: no time between kernels.")] = "eager",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 256,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    tensor: Annotated[int | None, typer.Option(min=1, help="Ranks of the tensor axis.")] = None,
+    pipeline: Annotated[int | None, typer.Option(min=1, help="Stages of the pipeline.")] = None,
+    stage: Annotated[int | None, typer.Option(min=0, max=3, help="Of ZeRO.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of one.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective or full.")] = None,
+    tokens: Annotated[float | None, typer.Option(min=1, help="To train on: days and GPU-hours.")] = None,
+    hours_between_failures: Annotated[float, typer.Option(help="Of one GPU.")] = 50_000.0,
+    checkpoint_s: Annotated[float, typer.Option(help="That a checkpoint stops training.")] = 30.0,
+    restart_s: Annotated[float, typer.Option(help="From a failure to the next step.")] = 600.0,
 ) -> None:
-    """Print what a step of CONFIG will hold and move on each rank: memory by tier, bytes on the wire and on NVMe."""
+    """Print what a step of CONFIG will hold and move on each rank: memory by tier, bytes on the wire and on NVMe.
+
+    With --gpus N: what a step of a transformer (a Hugging Face config.json) will hold and how long it will take on N
+    GPUs, in the fastest layout that fits or in the one that is asked for.
+    """
     with one_sentence(shared=True):
+        if gpus is not None:
+            from zoo.cli.forecasting import forecast_of_model, table
+
+            wanted: dict[str, Any] = {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "stage": stage,
+                "micro_batch": micro_batch,
+            }
+            wanted |= {"recompute": recompute}
+            document = forecast_of_model(
+                str(config), gpus=gpus, batch=batch, seq=seq, machine=machine, tokens=tokens, software=software,
+                given={k: v for k, v in wanted.items() if v is not None}, restart_s=restart_s,
+                hours_between_failures=hours_between_failures, checkpoint_s=checkpoint_s,
+            )  # fmt: skip
+            typer.echo(json.dumps(document, indent=1) if as_json else table(document))
+            return
         from zoo.train import forecast as make
         from zoo.train import read_config
 

@@ -154,18 +154,21 @@ def hardware_names() -> list[str]:
 
 
 def hardware(name: str | Path) -> Hardware:
-    """Hardware by its name ("a100-80"), or from a file.
+    """Hardware by its name ("a100-80"), by the beginning of one ("h100"), or from a file.
 
     Raises:
         HardwareError: neither is there, or the file is none.
     """
     names = hardware_names()
+    alike = [known for known in names if known.startswith(str(name))]
+    if len(alike) == 1 and not Path(name).exists():
+        name = alike[0]
     if str(name) in names:
         return Hardware.from_dict(json.loads((resources.files("zoo.cost") / "files" / f"{name}.json").read_text()))
     path = Path(name)
     if not path.is_file():
         raise HardwareError(
-            f"no hardware is named {str(name)!r}, and no file is: known are {', '.join(names)}; "
+            f"no hardware is named {str(name)!r}, and no file is: known are {', '.join(alike or names)}; "
             "`zoo bench hardware --write FILE` measures this machine."
         )
     if path.stat().st_size > _MAX_BYTES:

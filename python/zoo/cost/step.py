@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from zoo.cost.collectives import seconds
 from zoo.cost.hardware import Hardware
@@ -40,6 +40,10 @@ class Layout:
         for name in ("global_batch", "micro_batch", "tensor", "data", "pipeline", "chunks"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"a layout got {name}={getattr(self, name)!r}; it is a whole number above 0.")
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(
+                f"a layout got recompute={self.recompute!r}; allowed are {', '.join(get_args(Recompute))}."
+            )  # fmt: skip
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"a layout got stage={self.stage!r}; allowed are 0, 1, 2 and 3.")
         if self.global_batch % (self.data * self.micro_batch):

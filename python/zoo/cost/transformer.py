@@ -26,6 +26,7 @@ __all__ = [
 Attention = Literal["eager", "flash"]
 """eager: the scores of all pairs of tokens are written and read; flash: they are not (Dao et al. 2022,
 arXiv:2205.14135), and a causal model computes half of them."""
+Bias = Literal["all", "qkv", "none"]
 Recompute = Literal["none", "selective", "full"]
 """What is computed again in backward: nothing; the attention's core; the layer."""
 
@@ -72,8 +73,8 @@ class Transformer:
         layers: how many. seq: tokens of a sequence. vocab: rows of the embedding. tied: the head is the embedding.
         ffn: width inside of the second half of a layer, 4 h by default. gated: it has two matrices in (SwiGLU).
         positions: rows of a table of positions; 0 for none. attention: how it is computed.
-        dropout: there is some, in the attention and after both halves.
-        matrices: two-byte numbers are computed with; the rest follows from ZeRO's and the optimizer's choice.
+        dropout: there is some, in the attention and after both halves. bias: which products add a vector; with "all"
+            norms have one too.
     """
 
     hidden: int
@@ -89,7 +90,7 @@ class Transformer:
     positions: int = 0
     attention: Attention = "eager"
     dropout: bool = True
-    bias: bool = True
+    bias: Bias = "all"
 
     def __post_init__(self) -> None:
         for name in ("hidden", "heads", "layers", "seq", "vocab"):
@@ -115,12 +116,13 @@ class Transformer:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer: matrices, and with ``bias`` the vectors beside them; two norms."""
+        """Of one layer: matrices, the vectors beside them, two norms."""
         h, q = self.hidden, self.heads * self.dim
         columns_in = self.inner * (2 if self.gated else 1)
         matrices = h * (q + 2 * self.kv_width) + q * h + h * columns_in + self.inner * h
-        vectors = (q + 2 * self.kv_width + h + columns_in + h) if self.bias else 0
-        return matrices + vectors + (4 * h if self.bias else 2 * h)
+        of_qkv = q + 2 * self.kv_width
+        vectors = {"all": of_qkv + h + columns_in + h + 4 * h, "qkv": of_qkv + 2 * h, "none": 2 * h}
+        return matrices + vectors[self.bias]
 
     @property
     def embedding_parameters(self) -> int:
@@ -131,7 +133,12 @@ class Transformer:
     def parameters(self) -> int:
         """All."""
         head = 0 if self.tied else self.vocab * self.hidden
-        return self.layers * self.layer_parameters + self.embedding_parameters + head + self.hidden * (1 + self.bias)
+        return (
+            self.layers * self.layer_parameters
+            + self.embedding_parameters
+            + head
+            + self.hidden * (2 if self.bias == "all" else 1)
+        )
 
     def flops_per_token(self, *, causal: bool = False) -> float:
         """Of forward and backward, 6 a parameter that multiplies and 12 layers · width · seq of attention.
