@@ -54,8 +54,13 @@ def test_operations_and_the_accelerator() -> None:
 
 
 def test_the_report_of_the_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.cli.doctor import examining
+    from zoo.cli.doctor.report import Finding, State
     from zoo.deepspeed import env_report
 
+    fast = Finding(section="devices", name="cuda:0", value="a fast one")
+    absent = Finding(section="kernels", name="nvcc", value="none", state=State.ABSENT, remedy="buy a compiler")
+    monkeypatch.setattr(examining, "ask_torch", lambda *_, **__: [fast, absent])
     assert [env_report.human_readable_size(size) for size in (0, 1023, 2048, 5 * 2**30, 2**52)] == [
         "0.00 B", "1023.00 B", "2.00 KB", "5.00 GB", "4096.00 TB",
     ]  # fmt: skip
@@ -67,9 +72,12 @@ def test_the_report_of_the_environment(capsys: pytest.CaptureFixture[str], monke
     assert all(f"\n{name} ." in said for name in ("cpu_adam", "async_io", "torch", "accelerator", "nvcc"))
     assert f"{torch.__version__}, " in said
     assert deepspeed.__version__ in said
-    monkeypatch.setattr("sys.argv", ["ds_report", "--hide_operator_status"])
+    assert all(words in said for words in ("a fast one", "buy a compiler", "io_uring", "optional absent"))
+    monkeypatch.setattr("sys.argv", ["ds_report", "--hide_operator_status", "--hide_errors_and_warnings"])
     env_report.cli_main()
-    assert "cpu_adam" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "a fast one" in said
+    assert not [words for words in ("cpu_adam", "nvcc   ", "buy a compiler", "optional absent") if words in said]
 
 
 def test_what_reads_elasticity() -> None:

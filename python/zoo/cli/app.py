@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from zoo.cli.ckpt import app as ckpt_app
+from zoo.cli.doctor.command import doctor
 from zoo.cli.failure import one_sentence, rank_of_launch
 from zoo.cli.io import app as io_app
 from zoo.cli.pipe import app as pipe_app
@@ -61,6 +62,7 @@ app.add_typer(io_app, name="io")
 app.add_typer(pipe_app, name="pipe")
 app.add_typer(tensor_app, name="tensor")
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(doctor)
 
 
 def _file_or_example(given: Path) -> Path:

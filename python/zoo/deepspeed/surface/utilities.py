@@ -176,11 +176,17 @@ TABLE: Table = {
         **_of("utilities.logs", "log_dist", "logger"),
         **_of("utilities.helpers", "OnDevice"),
     },
-    "env_report": _of(
-        "utilities.environment",
-        "cli_main", "debug_report", "get_shm_size", "human_readable_size", "main", "nvcc_version", "op_report",
-        "parse_arguments",
-    ),
+    "env_report": {
+        **_of(
+            "utilities.environment",
+            "cli_main", "debug_report", "main",
+            differs="prints what zoo doctor finds as well: what is missing, and the command that adds it.",
+        ),
+        **_of(
+            "utilities.environment",
+            "get_shm_size", "human_readable_size", "nvcc_version", "op_report", "parse_arguments",
+        ),
+    },
     "elasticity": _ELASTICITY,
     "elasticity.elasticity": _ELASTICITY,
     "elasticity.config": {name: _ELASTICITY[name] for name in _ELASTICITY if name.startswith("Elasticity")},

@@ -66,8 +66,13 @@ def op_report(verbose: bool = True) -> None:
 
 
 def debug_report() -> None:
-    """Print where torch and zoo are, and which versions."""
+    """Print where torch and zoo are, which versions, and what ``zoo doctor`` finds."""
+    _debug_report(problems=True)
+
+
+def _debug_report(*, problems: bool) -> None:
     import zoo.deepspeed
+    from zoo.cli.doctor.examining import examine
 
     info = build_info.torch_info
     shm, warnings = get_shm_size()
@@ -81,8 +86,9 @@ def debug_report() -> None:
             ("shared memory", "none" if shm is None else shm),
         ]
     )
-    for warning in warnings:
+    for warning in warnings if problems else ():
         sys.stdout.write(f"{warning}\n")
+    sys.stdout.write(f"\nzoo doctor\n{examine().text(problems=problems)}\n")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -97,7 +103,7 @@ def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = Fa
     """Print the report."""
     if not hide_operator_status:
         op_report(verbose=not hide_errors_and_warnings)
-    debug_report()
+    _debug_report(problems=not hide_errors_and_warnings)
 
 
 def cli_main() -> None:
