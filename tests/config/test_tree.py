@@ -137,10 +137,10 @@ def test_keys_that_two_have_are_errors(registry: Registry) -> None:
 
 
 def test_a_registered_section_takes_the_place_of_one_that_waits(registry: Registry) -> None:
-    register_section("flops_profiler", Lamp, registry=registry)
-    assert go(registry, {"flops_profiler": {"enabled": True}}).flops_profiler.watts == 5
-    with pytest.raises(ConfigError, match="profile_step: unknown key"):
-        go(registry, {"flops_profiler": {"profile_step": 1}})
+    register_section("elasticity", Lamp, registry=registry)
+    assert go(registry, {"elasticity": {"enabled": True}}).elasticity.watts == 5
+    with pytest.raises(ConfigError, match="min_gpus: unknown key"):
+        go(registry, {"elasticity": {"min_gpus": 1}})
 
 
 CODE = """

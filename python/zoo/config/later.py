@@ -132,10 +132,6 @@ SECTIONS: dict[str, Fate] = {
         load_balance_coeff=setting(None, float), expert_w1=PATH, expert_w2=PATH, expert_w3=PATH, num_experts_attr=PATH,
         top_k_attr=PATH, has_shared_experts=setting(None, bool), shared_experts_pattern=PATH,
     ),
-    "flops_profiler": _switched(
-        "the flops profiler", recompute_fwd_factor=0.0, profile_step=1, module_depth=-1, top_modules=1, detailed=True,
-        output_file=PATH,
-    ),
     "nebula": _switched(
         "Nebula is a service of one cloud; zoo writes its checkpoints itself", refused, persistent_storage_path=PATH,
         persistent_time_interval=100, num_of_version_in_retention=2, enable_nebula_load=True, load_path=PATH,

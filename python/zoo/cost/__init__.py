@@ -6,6 +6,7 @@ from zoo.cost.goodput import Goodput, goodput
 from zoo.cost.hardware import Device, Hardware, HardwareError, Link, Measured, Tile, hardware, hardware_names
 from zoo.cost.layouts import Forecasted, forecast_layout, layouts, nearest
 from zoo.cost.memory import Memory, memory_of
+from zoo.cost.operators import Work
 from zoo.cost.products import pass_s, product_s
 from zoo.cost.reading import read_transformer, transformer_of
 from zoo.cost.software import EAGER, LEAN, SOFTWARE, Software
@@ -15,7 +16,7 @@ from zoo.cost.transformer import Fused, Pass, Product, Transformer, backward_of,
 __all__ = [
     "EAGER", "LEAN", "SOFTWARE", "Calibration", "Device", "Forecasted", "Fused", "Goodput", "Hardware",
     "HardwareError", "Layout", "Link", "Measured", "Memory", "Pass", "Product", "Run", "Software", "StepTime", "Tile",
-    "Transformer", "backward_of", "calibrate", "forecast_layout", "forward_of_layer", "goodput", "hardware",
+    "Transformer", "Work", "backward_of", "calibrate", "forecast_layout", "forward_of_layer", "goodput", "hardware",
     "hardware_names", "kept_of_layer", "layouts", "memory_of", "nearest", "pass_s", "product_s", "read_transformer",
     "seconds", "step_time", "transformer_of", "wire_bytes",
 ]  # fmt: skip

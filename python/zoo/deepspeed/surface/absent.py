@@ -18,7 +18,7 @@ _INFERENCE = (
 )
 _CODES = "weights in codes are zoo.nn.pack_linears' and zoo.compression's; init_inference packs them with dtype=int8."
 _PROFILER = (
-    "there is no profiler of operations yet; torch.utils.flop_counter counts them, and wall_clock_breakdown times."
+    "the profiler replaces no functions of torch; zoo.profiling.register_formula counts an operator of one's own."
 )
 _TENSOR_PARALLEL = (
     "a model is cut by the section tensor_parallel, or by zoo.tensor; zoo.inject.inject puts fast forwards into layers."
@@ -94,7 +94,7 @@ ABSENT: Mapping[str, str] = {
     "ops.sparse_attention": "sparse attention is torch's flex_attention.",
     "ops.transformer": _TRANSFORMER,
     "ops.transformer.transformer": "the layer and its configuration are there; what theirs are made of is not.",
-    "profiling": _PROFILER,
+    "profiling.flops_profiler.profiler.wrapFunc": _PROFILER,
     "runtime.comm.coalesced_collectives.all_to_all_quant_reduce": (
         "quantised reductions are the engine's own: zero_quantized_gradients in the configuration."
     ),

@@ -51,12 +51,36 @@ _HYBRID = Name(
     "answers are drawn by place with a seed of torch's generator; no graphs are captured; rows end on their own.",
 )
 
+_PROFILE: Names = {
+    "FlopsProfiler": Name(
+        "zoo.profiling:FlopsProfiler",
+        "every operator is counted where it runs, backward too; FLOPs are those of products, elementwise operations "
+        "are apart; nothing is patched, and modules get no attributes.",
+    ),
+    "get_model_profile": Name(
+        "zoo.profiling:get_model_profile", "the model is called once more for seconds; its training mode is put back."
+    ),
+}
+_NUMBERS: Names = {
+    name: f"zoo.profiling.strings:{name}"
+    for name in (
+        "bytes_to_string", "duration_to_string", "flops_to_string", "macs_to_string", "number_to_string",
+        "params_to_string",
+    )
+}  # fmt: skip
+_OF_MODULES: Names = {
+    name: Name(f"zoo.profiling.latest:{name}", "of the latest profile in which the module was.")
+    for name in ("get_module_duration", "get_module_flops", "get_module_macs")
+}
+
 TABLE: Table = {
     "autotuning.utils": _settings("get_val_by_key set_val_by_key"),
     "compile.config": _settings("CompileConfig"),
     "linear": _LINEAR,
     "linear.config": _LINEAR,
     "profiling.config": _settings("DeepSpeedFlopsProfilerConfig"),
+    "profiling.flops_profiler": _PROFILE,
+    "profiling.flops_profiler.profiler": {**_PROFILE, **_NUMBERS, **_OF_MODULES},
     "runtime.rollout": {
         **_ROLLOUT, "HybridEngineRollout": _HYBRID, **_settings("HybridEngineRolloutConfig"),
         "build_rollout": Name(f"{_DRAWS}:build_rollout", "the engine is \"hybrid_engine\"."),

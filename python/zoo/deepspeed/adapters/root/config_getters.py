@@ -337,9 +337,9 @@ class Questions(QuestionsOfFeatures):
         return FeedMonitor(self.engine.feed)
 
     @property
-    def flops_profiler(self) -> None:
-        """None: zoo has no profiler yet."""
-        return None
+    def flops_profiler(self) -> Any:
+        """The profiler of the section ``flops_profiler``; None where it is off."""
+        return getattr(self.engine.parts.get("flops_profiler"), "profiler", None)
 
     @property
     def is_compiled(self) -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Whether features are on that zoo does not have.
 _OFF = (
-    "autotuning_enabled", "flops_profiler_enabled", "super_offload", "is_deepcompile_enabled", "is_deepcompile_active",
+    "autotuning_enabled", "super_offload", "is_deepcompile_enabled", "is_deepcompile_active",
     "fp16_master_weights_and_gradients",
 )  # fmt: skip
 
@@ -177,5 +177,20 @@ def _no(name: str) -> Any:
     return ask
 
 
+def _of_profiler(key: str) -> Any:
+    def ask(self: QuestionsOfFeatures) -> Any:
+        section: Any = getattr(self._config, "flops_profiler_config")  # noqa: B009
+        return getattr(section, key)
+
+    ask.__name__ = ask.__qualname__ = f"flops_profiler_{key}"
+    ask.__doc__ = f"``flops_profiler.{key}`` of the configuration."
+    return ask
+
+
+_OF_PROFILER = (
+    "enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file",
+)  # fmt: skip
+for _name in _OF_PROFILER:
+    setattr(QuestionsOfFeatures, f"flops_profiler_{_name}", _of_profiler(_name))
 for _name in _OFF:
     setattr(QuestionsOfFeatures, _name, _no(_name))

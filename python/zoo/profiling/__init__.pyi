@@ -1,0 +1,10 @@
+from .flame import flame_page as flame_page
+from .flame import folded_stacks as folded_stacks
+from .formulas.call import Call as Call
+from .formulas.table import register_formula as register_formula
+from .model_profile import get_model_profile as get_model_profile
+from .profile import ModuleProfile as ModuleProfile
+from .profile import Operator as Operator
+from .profile import Profile as Profile
+from .profile import Utilisation as Utilisation
+from .profiler import FlopsProfiler as FlopsProfiler
