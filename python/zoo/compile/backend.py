@@ -4,18 +4,33 @@ code."""
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import fx
 
+from zoo.compile.capture import NotWholeError
 from zoo.compile.contract import Registered
 from zoo.compile.passes.keep import keep_between_units
 from zoo.compile.passes.pin import PINS, lower_events
 from zoo.compile.plan import GraphPlan, placeholders, values_of
 
 Backend = Literal["inductor", "aot_eager"]
+T = TypeVar("T")
+
+
+def alive(reference: Callable[[], T | None]) -> T:
+    """What a weak reference refers to.
+
+    What is compiled for a function is kept by its code, where Python's collector of cycles does not look. So it refers
+    to nothing strongly that the model is part of.
+    """
+    found = reference()
+    if found is None:
+        raise RuntimeError("a graph of zoo.compile runs whose model is not there any more.")
+    return found
 
 
 class Run(Protocol):
@@ -39,8 +54,9 @@ def compile_graph(
     """Code for a traced model.
 
     Args:
-        graph, inputs: as torch.compile gives them. plan: of it. backend: what makes code of the rewritten graphs.
-        passes: over the forward and the backward graph. run: is called in the place of each.
+        graph, inputs: as torch.compile gives them. plan: of it, which the caller keeps as long as the code runs.
+        backend: what makes code of the rewritten graphs. passes: over the forward and the backward graph.
+        run: is called in the place of each.
         settings: of inductor.
     """
     maker = _Maker(plan, passes, run, settings)
@@ -59,8 +75,12 @@ class _Maker:
     def __init__(
         self, plan: GraphPlan, passes: Sequence[Registered], run: Run, settings: Mapping[str, Any]
     ) -> None:  # fmt: skip
-        self._plan, self._passes, self._run, self._settings = plan, passes, run, settings
+        self._plan_of, self._passes, self._run, self._settings = weakref.ref(plan), passes, run, settings
         self._rewritten: dict[bool, fx.GraphModule] = {}  # by whether it is that of backward
+
+    @property
+    def _plan(self) -> GraphPlan:
+        return alive(self._plan_of)
 
     def eager(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Graphs that run as they are."""
@@ -127,7 +147,7 @@ class _Maker:
         self._plan.backward = backward
         for apply in self._passes:
             before = len(part.graph.nodes)
-            part = apply.apply(part, self._plan)
+            part = self._applied(apply, part)
             where = "backward" if backward else "forward"
             self._plan.say(apply.name, f"{where}: {before} → {len(part.graph.nodes)} nodes")
         for node in part.graph.nodes:
@@ -135,11 +155,22 @@ class _Maker:
         part.recompile()
         return part
 
+    def _applied(self, what: Registered, part: fx.GraphModule) -> fx.GraphModule:
+        try:
+            made = what.apply(part, self._plan)
+        except NotWholeError:
+            raise
+        except Exception as error:
+            raise NotWholeError(f"the pass {what.name!r} failed: {type(error).__name__}: {error}") from error
+        if not isinstance(made, fx.GraphModule):
+            raise NotWholeError(f"the pass {what.name!r} returned a {type(made).__name__}; it returns the graph")
+        return made
+
     def _running(self, compiled: Callable[[list[Any]], Any], backward: bool) -> Any:
-        carry_out, plan = self._run, self._plan
+        carry_out, plan = self._run, self._plan_of
 
         def run(values: list[Any]) -> Any:
-            return carry_out(plan, compiled, values, backward=backward)
+            return carry_out(alive(plan), compiled, values, backward=backward)
 
         run._boxed_call = True  # type: ignore[attr-defined]  # as torch calls it: with a list, which may be emptied
         return run

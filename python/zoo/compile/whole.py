@@ -6,13 +6,12 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zoo.compile.backend import Backend, compile_graph
+from zoo.compile.backend import Backend, alive, compile_graph
 from zoo.compile.capture import Captured, NotWholeError, capture
 from zoo.compile.contract import DEFAULT, Registered, Schedule, validate_schedule
 from zoo.compile.ops import executing
@@ -68,13 +67,19 @@ class WholeGraph:
     def _use(self, passes: tuple[Registered, ...]) -> None:
         """From now on these run: torch compiles anew."""
         self._passes = passes
-        backend = partial(self._make, passes)  # another object each time: graphs of the one before are not used
+        make = weakref.WeakMethod(self._make)  # torch keeps every backend for good
+
+        def backend(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:  # another object each time
+            return alive(make)(passes, graph, inputs)
+
         self._compiled = torch.compile(_call_of(self._model), backend=backend, fullgraph=True, **self._options)
 
     def _make(self, passes: Sequence[Registered], graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         plan = GraphPlan(capture(graph, inputs, self._runtime, self._model))
+        run = weakref.WeakMethod(self._run)
         made = compile_graph(
-            graph, inputs, plan, backend=self._backend, passes=passes, run=self._run, settings=self._settings
+            graph, inputs, plan, backend=self._backend, passes=passes, settings=self._settings,
+            run=lambda *args, backward: alive(run)(*args, backward=backward),
         )  # fmt: skip
         self.plans.append(plan)
         return made
@@ -82,10 +87,10 @@ class WholeGraph:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
         mode = self._model.training, torch.is_grad_enabled()
-        if mode in self.reasons or _graph_task() != -1:
+        if mode in self.reasons or _graph_task() != -1 or torch.compiler.is_compiling() or torch._dynamo.config.disable:
             return self._by_hooks(args, kwargs)
-        if mode[1] and (watched := self._runtime.compiled.watched_gradient()) is not None:
-            self._note(mode, NotWholeError(f"a hook waits for the gradient of {watched!r}"))
+        if mode[1] and (why := self._why_not()) is not None:
+            self._note(mode, NotWholeError(why))
             return self._by_hooks(args, kwargs)
         passes = next(p for step, p in reversed(self._schedule) if step <= self._runtime.contexts.updates)
         if passes is not self._passes:
@@ -95,15 +100,28 @@ class WholeGraph:
         try:
             with self._runtime.compiled.in_whole_graph(), torch._dynamo.config.patch(**self._tracing):
                 output = self._compiled(*args, **kwargs)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-            output = self._by_hooks(args, kwargs)  # a mistake in this very call is raised by it, as what it is
-            self._note(mode, error)
-            return output
         except BaseException as error:
-            self._runtime.abandon_graph(error)
-            raise
-        self._runtime.end_graph(output)
+            if self._runtime.compiled.ran or not isinstance(error, Exception):
+                self._runtime.abandon_graph(error)
+                raise
+            refused = error  # torch could not trace it: it says so by exceptions of any class
+        else:
+            self._runtime.end_graph(output)
+            return output
+        output = self._by_hooks(args, kwargs)  # a mistake in this very call is raised by it, as what it is
+        self._note(mode, refused)
         return output
+
+    def _why_not(self) -> str | None:
+        """What of this call with gradients no graph could do."""
+        if self._runtime.demand is not None:
+            return "ignore_unused_parameters=False: a graph gives parameters that are not used gradients of zeros"
+        if (watched := self._runtime.compiled.watched_gradient()) is not None:
+            return f"a hook waits for the gradient of {watched!r}"
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            # They would get parameters that are released.
+            return "hooks on what autograd saves (save_on_cpu, saved_tensors_hooks) would get parameters as well"
+        return None
 
     def report(self) -> str:
         """Of each graph: the calls of units in it, what is gathered in them, what each pass made of it; and why what is
@@ -135,7 +153,9 @@ class WholeGraph:
                 f"torch.compile made {torch._dynamo.config.recompile_limit} graphs of it already, of inputs of as many "
                 "kinds (torch._dynamo.config.recompile_limit); dynamic=True makes one of all lengths"
             )
-        why = str(cause).partition("\n")[0]
+        why = str(cause).partition("\n")[0] or type(cause).__name__
+        if stack := getattr(error, "real_stack", None):
+            why += f" ({stack[-1].filename}:{stack[-1].lineno}, {stack[-1].name})"
         self.reasons[mode] = why
         _log.warning(
             "%s is no whole graph %s, and runs as if it was not compiled: %s", type(self._model).__name__,
@@ -197,7 +217,10 @@ class _Backward:
         self._runtime.backward.walk.read_last = plan.read_last
         context = self._runtime.backward.walk.at
         if context is None or context not in whole._calls:
-            raise RuntimeError("a backward graph runs outside of a backward through the model's output.")
+            raise RuntimeError(
+                "a backward graph runs outside of a backward through the model's output, or with create_graph=True, "
+                "which goes through no whole graph: compile the model's units (engine.compile()), or nothing."
+            )
         if not self._runtime.backward.walk.accumulates and self._runtime.backward.returns_gradients():
             raise RuntimeError(
                 "torch.autograd.grad of parameters through a whole graph: it takes their gradients to where the "
@@ -207,6 +230,7 @@ class _Backward:
         self._context = context
         at = self._context.cursor  # the call of the model itself, in whose backward this is
         self._numbers = next(n for n in reversed(whole._calls[self._context]) if max(n.values(), default=-1) < at)
+        self._others = self._runtime.backward.left_alone()
 
     def enter(self, call: int) -> None:
         raise AssertionError("a forward in a backward graph.")
@@ -217,7 +241,8 @@ class _Backward:
         self._runtime.backward.on_output_grad(self._context, self._numbers[call], None)
 
     def accumulate(self, gradient: torch.Tensor, bucket: int, slot: int) -> None:
-        self._runtime.add_in_graph(self._runtime.buckets[bucket], slot, gradient)
+        if (bucket, slot) not in self._others:
+            self._runtime.add_in_graph(self._runtime.buckets[bucket], slot, gradient)
 
 
 def compile_whole(

@@ -336,10 +336,11 @@ class BucketGradients:
     def _late(self) -> PartitionedAccessError:
         return PartitionedAccessError(
             f"a gradient of {self.bucket.label} arrived after it had been reduced: one of its parameters was used "
-            "before its unit's forward, so its gradient comes last in backward. Say so with register_external_parameter"
-            "(module, parameter), or pass overlap_comm=False, which reduces at the end of backward. Or two layers were "
-            "tied after construction: tie them before. Or it was used before under re-entrant checkpointing of a "
-            "module that was called by itself: call the model as a whole, or checkpoint with use_reentrant=False."
+            "before its unit's forward, or outside of a model that is one graph of zoo.compile (a penalty on the "
+            "weights), so its gradient comes last in backward. Say so with register_external_parameter(module, "
+            "parameter), or pass overlap_comm=False, which reduces at the end of backward. Or two layers were tied "
+            "after construction: tie them before. Or it was used before under re-entrant checkpointing of a module "
+            "that was called by itself: call the model as a whole, or checkpoint with use_reentrant=False."
         )
 
     # The reduced gradient in its tier --------------------------------------------------------------------------------

@@ -427,6 +427,11 @@ class Backward:
         """The call of autograd that runs returns gradients of parameters."""
         return self._tasks.adds() is None
 
+    def left_alone(self) -> frozenset[tuple[int, int]]:
+        """Bucket and slot of parameters to whose gradients the call of autograd that runs does not add, wherever it
+        comes by: ``backward(inputs=)`` has named others."""
+        return self._tasks.left_alone() if self._accumulates else frozenset()
+
     @property
     def under_way(self) -> bool:
         """A backward of this model runs, on whatever level of nesting."""

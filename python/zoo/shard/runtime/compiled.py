@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.parts.hooks import hide_from_compiler, is_compiled, is_own_hook, own_hook
+from zoo.parts.hooks import Nameless, hide_from_compiler, is_compiled, is_own_hook, own_hook
 from zoo.shard.buckets import Bucket
 from zoo.shard.runtime.contexts import Unit
 
@@ -25,13 +25,15 @@ class Compiled:
 
     Attributes:
         sees_hooks: the compiler would trace into them. whole: the graph of all of the model is called.
+        ran: since it was called last, it has come to something of the model.
     """
 
     def __init__(self, model: nn.Module, hooks: list[Any], units: Sequence[Unit], buckets: Sequence[Bucket]) -> None:
         self._model, self._hooks, self._units, self._buckets = model, hooks, units, buckets
         self.sees_hooks = True
-        self._call: Callable[..., Any] | None = None  # that runs the model as one graph
-        self.whole = False
+        # That runs the model as one graph, and those before it: somebody may still go back through their graphs.
+        self._calls: list[Callable[..., Any]] = []
+        self.whole = self.ran = False
         self._others = [unit.module for unit in units]  # that were not compiled when somebody looked
         self.hide()
 
@@ -60,30 +62,38 @@ class Compiled:
 
         That has events in the places of hooks: these do nothing while it is traced.
         """
-        self._call, self._model._compiled_call_impl = call, call
+        self._calls.append(call)
+        self._model._compiled_call_impl = call
         self.hide(whole=True)
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
-                hooks[handle.id] = own_hook(_untraced(hooks[handle.id], self))
+                hooks[handle.id] = own_hook(_Untraced(hooks[handle.id], self))
 
     @contextlib.contextmanager
     def in_whole_graph(self) -> Iterator[None]:
         """The graph of all of the model is called, with parameters that are not here."""
-        held = [b.parameters for b in self._buckets if b.partitioned]
-        self.whole = True
-        for parameters in held:
-            parameters.hold(True)
+        self.ran = False
+        self._hold(True)
         try:
             yield
         finally:
-            self.whole = False
-            for parameters in held:
-                parameters.hold(False)
+            self._hold(False)
+
+    def run_by_hooks(self) -> None:
+        """torch runs the model as it is instead: it was told so, or there is nothing to compute."""
+        self.ran = True
+        self._hold(False)
+
+    def _hold(self, whole: bool) -> None:
+        self.whole = whole
+        for bucket in self._buckets:
+            if bucket.partitioned:
+                bucket.parameters.hold(whole)
 
     def end(self) -> None:
         """The hooks are gone: the model is an ordinary one."""
-        if self._call is not None and self._model._compiled_call_impl is self._call:
+        if self._model._compiled_call_impl in self._calls:
             self._model._compiled_call_impl = None
 
     def watched_gradient(self) -> str | None:
@@ -108,8 +118,15 @@ class Compiled:
         return len(inner)
 
 
-def _untraced(hook: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
-    def untraced(*args: Any, **kwargs: Any) -> Any:
-        return None if compiled.whole and torch.compiler.is_compiling() else hook(*args, **kwargs)
+class _Untraced(Nameless):
+    """A hook that does nothing while a whole graph is traced."""
 
-    return untraced
+    def __init__(self, hook: Callable[..., Any], compiled: Compiled) -> None:
+        self._hook, self._compiled = hook, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled.whole:
+            if torch.compiler.is_compiling():
+                return None
+            self._compiled.run_by_hooks()
+        return self._hook(*args, **kwargs)

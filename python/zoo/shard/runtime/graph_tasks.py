@@ -103,6 +103,16 @@ class GraphTasks:
         except RuntimeError:
             return False
 
+    def left_alone(self) -> frozenset[tuple[int, int]]:
+        """Bucket and slot of parameters that require a gradient, to which it does not add."""
+        found = set()
+        for bucket in self._buckets:
+            slots = [slot for slot, p in enumerate(bucket.spec.parameters) if p.requires_grad]
+            for slot, node in zip(slots, self._of(bucket), strict=True):
+                if not _will_execute(node):
+                    found.add((bucket.index, slot))
+        return frozenset(found)
+
     def adds_to_units(self, bucket: Bucket, units: Collection[str]) -> bool:
         """Whether it adds to the gradient of some parameter of ``bucket`` that is one of these units'."""
         begins = tuple(f"{unit}." for unit in units)

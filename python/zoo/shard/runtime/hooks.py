@@ -61,6 +61,7 @@ class Runtime:
         reduced: there is a reduced gradient to step with.
         window: the one that is open.
         recovery: whether all ranks failed where this one did; None where ranks go their own ways.
+        demand: sees that every parameter gets a gradient, where that is asked for.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Runtime:
             self.contexts, self.residency, self.reductions, self.buckets, executor=executor, comm=comm,
             overlap=config.overlap_comm, on_end=self._after_backward, recovery=recovery, divergent=votes is not None,
         )  # fmt: skip
-        self._demand = None if config.ignore_unused_parameters else Demand(self.buckets)
+        self.demand = None if config.ignore_unused_parameters else Demand(self.buckets)
         self._context: Context | None = None
         self._driven: Context | None = None  # takes what runs until the schedule says otherwise
         self._depth = 0
@@ -100,7 +101,7 @@ class Runtime:
         self._pass = 0  # its number
         self.window: object | None = None
         self._model = units[0].module
-        self._hooks: list[Any] = self._demand.hooks if self._demand is not None else []
+        self._hooks: list[Any] = self.demand.hooks if self.demand is not None else []
         self.units: list[Unit] = []
         self._has_partitioned = any(b.partitioned for b in self.buckets)
         self._trains = any(b.spec.trainable for b in self.buckets)
@@ -250,6 +251,7 @@ class Runtime:
 
     def enter_in_graph(self, unit: Unit) -> Context | None:
         """The graph comes to what ``unit`` computes. The context in which it runs."""
+        self.compiled.ran = True
         (self._enter if unit.name else self._enter_model)(unit, unit.module, ())
         return self._context
 
@@ -265,9 +267,10 @@ class Runtime:
         return number
 
     def end_graph(self, output: Any) -> None:
-        """The graph has run."""
-        unit = self._running[0]
-        self._exit(unit, unit.module, (), output)
+        """The graph has run; or nothing, or the model by its hooks."""
+        if self._running:
+            unit = self._running[0]
+            self._exit(unit, unit.module, (), output)
 
     def add_in_graph(self, bucket: Bucket, slot: int, gradient: torch.Tensor) -> None:
         """A gradient of a parameter is there, in a backward that may be for something else."""
@@ -367,8 +370,8 @@ class Runtime:
     def _add(self, bucket: Bucket, slot: int, gradient: torch.Tensor) -> None:
         if bucket.gradients is not None:
             bucket.gradients.add(slot, gradient)
-        if self._demand is not None:
-            self._demand.saw(bucket, slot)
+        if self.demand is not None:
+            self.demand.saw(bucket, slot)
 
     # External parameters ---------------------------------------------------------------------------------------------
 
@@ -421,8 +424,8 @@ class Runtime:
         else:
             self.unreduced = True
         self.waiting = self.reductions.waits
-        if self._demand is not None and synced:
-            self._demand.check()
+        if self.demand is not None and synced:
+            self.demand.check()
 
     def note_unreduced(self) -> None:
         """There are gradients of this rank alone."""
