@@ -112,6 +112,12 @@ def test_every_key_of_the_section_does_what_it_says(tmp_path: Path, capsys: pyte
     assert "<html" in Path(places["flame_file"]).read_text()
 
 
+def test_a_key_that_some_programs_write_changes_nothing() -> None:
+    with pytest.warns(UserWarning, match="flops_profiler.step=7 has no effect: profile_step says which step"):
+        found = load({**BASE, "flops_profiler": {"enabled": True, "step": 7}}, world_size=1)
+    assert found.flops_profiler.profile_step == 1
+
+
 def test_a_step_that_never_comes_is_not_profiled(capsys: pytest.CaptureFixture[str]) -> None:
     engine, _ = train(0, {"profile_step": 9})
     assert capsys.readouterr().out == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,40 @@ def test_calls_to_warm_up_to_count_and_for_the_clock() -> None:
 
     get_model_profile(Calls(function), (2, 2), print_profile=False, warm_up=3)
     assert called == [False, False, False, True, False], "the last one is timed with nothing in between"
+
+
+def test_seconds_are_those_of_the_clock_and_not_of_counting() -> None:
+    class Sleeps(nn.Module):
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.seconds = seconds
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(self.seconds)
+            return x
+
+    class Many(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2000):
+                x = x + 1
+            return x
+
+    net = nn.Sequential(Sleeps(0.03), Sleeps(0.06), Many())
+    profiler = FlopsProfiler(net)
+    profiler.start_profile()
+    net(torch.ones(1))
+    profiler.end_profile()
+    seconds = [child.seconds for child in profiler.profile.model.children]
+    assert all(child.seconds is not None for child in profiler.profile.model.children)
+    assert 0.03 <= seconds[0] < 0.06 <= seconds[1] < 0.12  # type: ignore[operator]
+    assert 0 < profiler.get_total_duration() - sum(seconds) < 0.03  # type: ignore[arg-type]
+    counting = profiler.seconds_of_counting
+    assert counting > 0
+    started = time.perf_counter()
+    net[2](torch.ones(1))
+    plain = time.perf_counter() - started
+    # Of 2,000 small operations counting costs more than the operations; most of it is left out.
+    assert seconds[2] < plain + counting  # type: ignore[operator]
 
 
 def test_generation_is_a_mode() -> None:

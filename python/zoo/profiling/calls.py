@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 
 from zoo.cost.operators import NOTHING, Work
 
-__all__ = ["CallNode", "Calls", "Pass"]
+__all__ = ["CallNode", "Calls", "Pass", "Sums"]
 
 _NO_NUMBER = 2**63
 
@@ -37,23 +36,61 @@ class Pass(Enum):
     """Neither in the model's forward nor in backward: the update, the data."""
 
 
+class Sums:
+    """Work that is added up, operator by operator, without an object for each sum."""
+
+    __slots__ = ("calls", "elementwise", "macs", "masked_macs", "read_bytes", "written_bytes")
+
+    def __init__(self) -> None:
+        self.calls = self.macs = self.masked_macs = self.elementwise = self.read_bytes = self.written_bytes = 0
+
+    def add(self, work: Work, read_bytes: int, written_bytes: int) -> None:
+        """One operator more, with the bytes that it reads and writes."""
+        self.calls += 1
+        self.macs += work.macs
+        self.masked_macs += work.masked_macs
+        self.elementwise += work.elementwise
+        self.read_bytes += read_bytes
+        self.written_bytes += written_bytes
+
+    @property
+    def work(self) -> Work:
+        """The sum."""
+        return Work(
+            macs=self.macs, masked_macs=self.masked_macs, elementwise=self.elementwise, read_bytes=self.read_bytes,
+            written_bytes=self.written_bytes,
+        )  # fmt: skip
+
+
 class CallNode:
     """A module on one way through the model: the modules that called it, one in the other.
 
     Attributes:
         module: None for what is above the model.
         parent: None there too.
-        work: of operators that ran in it and in no module below, by pass.
+        sums: of operators that ran in it and in no module below, by pass.
         calls: in forward. seconds: of these calls.
     """
 
-    __slots__ = ("calls", "children", "module", "parent", "seconds", "work")
+    __slots__ = ("calls", "children", "module", "parent", "seconds", "sums")
 
     def __init__(self, module: Any = None, parent: CallNode | None = None) -> None:
         self.module, self.parent = module, parent
         self.children: dict[int, CallNode] = {}
-        self.work: dict[Pass, Work] = defaultdict(lambda: NOTHING)
+        self.sums: dict[Pass, Sums] = {}
         self.calls, self.seconds = 0, 0.0
+
+    def of(self, now: Pass) -> Sums:
+        """The sums of a pass, to add to."""
+        found = self.sums.get(now)
+        if found is None:
+            found = self.sums[now] = Sums()
+        return found
+
+    def work(self, now: Pass) -> Work:
+        """What was done in a pass."""
+        found = self.sums.get(now)
+        return NOTHING if found is None else found.work
 
     def child(self, module: Any) -> CallNode:
         """The node of a module that is called from here."""
@@ -80,14 +117,15 @@ class _Thread:
     """What one thread does: its stack of calls, and from which number of autograd's on which node was on top."""
 
     def __init__(self, root: CallNode) -> None:
-        self.stack: list[tuple[CallNode, float, float]] = []
+        self.stack: list[list[Any]] = []  # node, when it began, what counting had taken then
         self.numbers: list[int] = []
         self.nodes: list[CallNode] = []
         self.root = root
 
     @property
     def top(self) -> CallNode:
-        return self.stack[-1][0] if self.stack else self.root
+        found: CallNode = self.stack[-1][0] if self.stack else self.root
+        return found
 
     def mark(self) -> None:
         number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
@@ -118,8 +156,8 @@ class Calls:
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
-    def enter(self, module: Any, overhead_s: float) -> None:
-        """A module is called."""
+    def enter(self, module: Any) -> None:
+        """A module is called; :meth:`begin` says when."""
         thread = self._thread()
         parent = thread.top
         if torch._C._current_autograd_node() is None:
@@ -128,21 +166,26 @@ class Calls:
         elif not thread.stack:
             parent = self._again(module)
         node = parent.child(module)
-        thread.stack.append((node, time.perf_counter(), overhead_s))
+        thread.stack.append([node, 0.0, 0.0])
         thread.mark()
 
-    def leave(self, module: Any, overhead_s: float) -> None:
-        """The call ends, also by an exception; calls in it that have not said so end too."""
+    def begin(self, overhead_s: float) -> None:
+        """The module that was entered last begins now; counting has taken so long until now."""
+        self._thread().stack[-1][1:] = time.perf_counter(), overhead_s
+
+    def leave(self, module: Any, now: float, overhead_s: float) -> None:
+        """The call has ended at ``now``, also by an exception; calls in it that have not said so end too."""
         thread = self._thread()
-        if all(node.module is not module for node, _, _ in thread.stack):
+        stack = thread.stack
+        if not stack or (stack[-1][0].module is not module and all(one[0].module is not module for one in stack)):
             return
         while True:
-            node, begun, before = thread.stack.pop()
+            node, begun, before = stack.pop()
             if node.module is module:
                 break
         if torch._C._current_autograd_node() is None:
             node.calls += 1
-            node.seconds += max(time.perf_counter() - begun - (overhead_s - before), 0.0)
+            node.seconds += max(now - begun - (overhead_s - before), 0.0)
         thread.mark()
 
     def _begin_forward(self, thread: _Thread) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from zoo.config import Section
+from zoo.config.fates import Fate, unnecessary
 from zoo.config.section import OWN
 
 __all__ = ["FlopsProfilerConfig"]
@@ -44,3 +46,9 @@ class FlopsProfilerConfig(Section):
 
     peak_tflops: Annotated[float | None, OWN] = Field(default=None, gt=0)
     """Of a device, dense products in the dtype that is used, 10¹² a second: utilisation is printed."""
+
+    fates: ClassVar[Mapping[str, Fate]] = {
+        "step": unnecessary(
+            "profile_step says which step; some programs write this, which DeepSpeed does not read", None, int
+        ),
+    }

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.cost.operators import NOTHING, Work
 from zoo.profiling.formulas.call import Call, fakes, is_real
-from zoo.profiling.formulas.table import Kind, kind_of, with_bytes
+from zoo.profiling.formulas.table import Kind, bytes_of, kind_of
 
 __all__ = ["OperatorCounter", "Sink"]
 
-Sink = Callable[[str, Work, Work, bool], None]
-"""Called with the operator's name, what it does, what of that it does again (its own recomputation, apart), and
-whether values were computed (and not shapes only)."""
+Sink = Callable[[str, Work, Work, tuple[int, int], bool], None]
+"""Called with the operator's name, what it does, what it does again (its own recomputation, apart), the bytes that it
+reads and writes, and whether values were computed (and not shapes only)."""
 
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
@@ -32,6 +32,7 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         not_counted: how often an operator ran that has no formula, by name.
         overhead_s: what counting itself took.
+        detour_s: how much longer an operator takes that torch asks Python about, on top of that.
     """
 
     supports_higher_order_operators = True
@@ -46,14 +47,14 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._sink, self._before = sink, before
         self.not_counted: Tally[str] = Tally()
-        self.overhead_s = 0.0
+        self.overhead_s, self.detour_s = 0.0, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it, and say what it does."""
         kwargs = kwargs or {}
-        if any(_takes_apart(kind) for kind in types):
-            return NotImplemented
         begin = time.perf_counter()
+        if types and any(_takes_apart(kind) for kind in types):
+            return NotImplemented
         found = kind_of(func)
         if found is Kind.MADE_OF_OTHERS:
             with self:
@@ -61,13 +62,14 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if made is not NotImplemented:
                 return made
         if found is Kind.VIEW:
+            self.overhead_s += time.perf_counter() - begin + self.detour_s
             return func(*args, **kwargs)
         self._before()
         started = time.perf_counter()
         out = func(*args, **kwargs)
         ended = time.perf_counter()
         self._count(found, Call(func, args, kwargs, out))
-        self.overhead_s += time.perf_counter() - ended + started - begin
+        self.overhead_s += time.perf_counter() - ended + started - begin + self.detour_s
         return out
 
     def _count(self, found: Any, call: Call) -> None:
@@ -84,7 +86,7 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 counted = NOTHING
             work, again = counted if isinstance(counted, tuple) else (counted, NOTHING)
         computed = all(is_real(t) for t in call.outputs)
-        self._sink(call.name, with_bytes(work, call), again, computed)
+        self._sink(call.name, work, again, bytes_of(work, call), computed)
 
 
 def _takes_apart(kind: type) -> bool:

@@ -223,7 +223,7 @@ def gather(model: nn.Module, calls: Calls, *, timed: bool) -> tuple[ModuleProfil
     folded: dict[tuple[str, ...], Work] = {}
     _collect(calls.root, set(), (), sums, names, folded)
     known = parameters_of(model)
-    above = calls.root.work  # loss and the like, of the backward and not of a module
+    above = {one: calls.root.work(one) for one in _PASSES}  # loss and the like, of the backward and not of a module
     found = _tree("", type(model).__name__, model, sums, known, set(), timed, above)
     return found, folded
 
@@ -239,7 +239,7 @@ def _collect(
     number = id(node.module)
     if node.module is not None:
         way = (*way, names.get(number, type(node.module).__name__))
-    whole = {one: node.work.get(one, NOTHING) for one in _PASSES}
+    whole = {one: node.work(one) for one in _PASSES}
     own = whole[Pass.FORWARD] + whole[Pass.BACKWARD] + whole[Pass.RECOMPUTATION]
     if node.module is not None and own != NOTHING:
         folded[way] = folded.get(way, NOTHING) + own

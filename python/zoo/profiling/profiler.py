@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections import Counter as Tally
@@ -15,8 +16,9 @@ from torch.nn.modules import module as hooks
 
 from zoo.cost.operators import NOTHING, Work
 from zoo.profiling import latest, report, strings
-from zoo.profiling.calls import Calls, Pass
+from zoo.profiling.calls import Calls, Pass, Sums
 from zoo.profiling.counter import OperatorCounter
+from zoo.profiling.detours import detour_of_operators
 from zoo.profiling.profile import Operator, Profile, gather
 
 __all__ = ["FlopsProfiler"]
@@ -120,7 +122,8 @@ class FlopsProfiler:
         if not self._handles:
             self._counter = OperatorCounter(self._take, self._before)
         self._counter.not_counted, self._counter.overhead_s = Tally(), 0.0
-        self._operators: dict[str, list[Any]] = {}
+        self._counter.detour_s = detour_of_operators()
+        self._operators: dict[str, Sums] = {}
         self._computed = True
         self._pass, self._since, self._before_s = Pass.OUTSIDE, 0.0, 0.0
         self._seconds = dict.fromkeys(Pass, 0.0)
@@ -146,31 +149,39 @@ class FlopsProfiler:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if id(module) in self._watched and self._calls is not None:
             _synchronise()
+            now = time.perf_counter()
             if torch._C._current_autograd_node() is None:
                 self._switch(Pass.FORWARD)
-            self._calls.enter(module, self._counter.overhead_s)
+            self._calls.enter(module)
+            self._counter.overhead_s += time.perf_counter() - now
+            self._calls.begin(self._counter.overhead_s)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) in self._watched and self._calls is not None:
             _synchronise()
-            self._calls.leave(module, self._counter.overhead_s)
+            now = time.perf_counter()
+            self._calls.leave(module, now, self._counter.overhead_s)
+            self._counter.overhead_s += time.perf_counter() - now
 
     def _before(self) -> None:
         if self._calls is not None:
             self._place = self._calls.place()
             self._switch(self._place[1])
 
-    def _take(self, name: str, work: Work, again: Work, computed: bool) -> None:
+    def _take(self, name: str, work: Work, again: Work, moved: tuple[int, int], computed: bool) -> None:
         if self._calls is None:
             return
         node, now = self._place
         self._computed &= computed
-        node.work[now] += work
+        node.of(now).add(work, *moved)
+        sums = self._operators.get(name)
+        if sums is None:
+            sums = self._operators[name] = Sums()
+        sums.add(work, *moved)
         if again is not NOTHING:
-            node.work[Pass.RECOMPUTATION if now is Pass.BACKWARD else now] += again
-        calls = self._operators.setdefault(name, [0, NOTHING])
-        calls[0] += 1
-        calls[1] += work + again
+            node.of(Pass.RECOMPUTATION if now is Pass.BACKWARD else now).add(again, 0, 0)
+            sums.add(again, 0, 0)
+            sums.calls -= 1
 
     def _switch(self, to: Pass) -> None:
         """Another pass begins; recomputation is a part of backward."""
@@ -199,9 +210,9 @@ class FlopsProfiler:
         backward = self._seconds[Pass.BACKWARD]
         found = Profile(
             model=model,
-            operators={name: Operator(calls=calls, work=work) for name, (calls, work) in self._operators.items()},
+            operators={name: Operator(calls=one.calls, work=one.work) for name, one in self._operators.items()},
             not_counted=dict(self._counter.not_counted),
-            outside=self._calls.root.work[Pass.OUTSIDE],
+            outside=self._calls.root.work(Pass.OUTSIDE),
             backward_s=backward if backward and self._computed else None,
             recompute_fwd_factor=self.recompute_fwd_factor,
             folded=folded,
@@ -219,6 +230,11 @@ class FlopsProfiler:
     def profile_so_far_has_backward(self) -> bool:
         """Whether a backward has begun since the start."""
         return self._pass is Pass.BACKWARD or self._seconds[Pass.BACKWARD] > 0
+
+    @property
+    def seconds_of_counting(self) -> float:
+        """What looking at operators has taken since the start, and is in no number."""
+        return self._counter.overhead_s
 
     @property
     def not_counted(self) -> dict[str, int]:
@@ -295,8 +311,13 @@ class FlopsProfiler:
 
 def _synchronise() -> None:
     """Wait for the device, so that the clock has seen what was launched."""
-    if torch.accelerator.is_available():
+    if _has_device():
         torch.accelerator.synchronize()
+
+
+@functools.cache
+def _has_device() -> bool:
+    return bool(torch.accelerator.is_available())
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from zoo.profiling.formulas.others import MOVES, OTHERS, pointwise, reduction
 from zoo.profiling.formulas.products import PRODUCTS
 from zoo.profiling.formulas.zoo_operators import OWN, OWN_MOVES
 
-__all__ = ["Kind", "kind_of", "register_formula", "with_bytes"]
+__all__ = ["Kind", "bytes_of", "kind_of", "register_formula"]
 
 _TORCH: dict[str, Formula] = {**OTHERS, **PRODUCTS, **ATTENTION}
 _registered: dict[str, Formula] = {}
@@ -115,25 +115,30 @@ def _higher_order(op: Any) -> Kind | Formula:
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
+_STRIDED = torch.strided
 _LOOKS_UP = {
     "aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::take", "aten::_embedding_bag",
     "aten::masked_select", "aten::_unsafe_index",
 }  # fmt: skip
 """Of what they read from, only as much as they return."""
-_MAKES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_MAKES = {
+    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
+    "aten::empty_permuted",
+}  # fmt: skip
+"""Neither read nor write."""
 
 
-def with_bytes(work: Work, call: Call) -> Work:
-    """With the bytes of the tensors that are read and written, where the formula has not said how many."""
-    if work.read_bytes or work.written_bytes or call.name.split("::")[1] in _MAKES:
-        return work
-    written = sum(_size(t) for t in call.outputs) or sum(_size(t) for t in _changed(call))
+def bytes_of(work: Work, call: Call) -> tuple[int, int]:
+    """(read, written): those of the tensors, where the formula has not said how many."""
+    if work.read_bytes or work.written_bytes:
+        return work.read_bytes, work.written_bytes
+    if call.name in _MAKES:
+        return 0, 0
+    written = sum([_size(t) for t in call.outputs]) or sum([_size(t) for t in _changed(call)])
+    inputs = [_size(t) for t in call.inputs]
     if call.name in _LOOKS_UP:
-        first, *rest = call.inputs
-        read = min(_size(first), written) + sum(_size(t) for t in rest)
-    else:
-        read = sum(_size(t) for t in call.inputs)
-    return work + Work(read_bytes=read, written_bytes=written) if read or written else work
+        inputs[0] = min(inputs[0], written)
+    return sum(inputs), written
 
 
 def _changed(call: Call) -> list[torch.Tensor]:
@@ -142,4 +147,4 @@ def _changed(call: Call) -> list[torch.Tensor]:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    return int(tensor.numel()) * tensor.element_size() if tensor.layout is torch.strided else 0
+    return int(tensor.numel()) * tensor.element_size() if tensor.layout is _STRIDED else 0
