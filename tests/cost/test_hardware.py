@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.cost import Device, Hardware, HardwareError, Link, Measured, Tile, hardware, hardware_names
+from zoo.cost import Channel, Device, Hardware, HardwareError, Link, Measured, Tile, hardware, hardware_names
+from zoo.cost.hardware import CHANNELS
 
 POSITIVE = st.floats(1e-9, 1e18)
 LINKS = st.builds(
@@ -22,7 +23,7 @@ DEVICES = st.builds(
     flops_per_s=st.dictionaries(st.sampled_from(["bf16", "fp32"]), POSITIVE, min_size=1), units=st.integers(1, 999),
     tiles=st.lists(st.builds(Tile, rows=st.integers(1, 512), columns=st.integers(1, 512), reached=POSITIVE),
                    min_size=1).map(tuple),
-    fill=st.floats(0, 1e4),
+    fill=st.floats(0, 1e4), launch_s=st.floats(0, 1),
     products=st.dictionaries(st.sampled_from(["bf16"]), st.lists(st.builds(
         Measured, m=st.integers(1, 9999), n=st.integers(1, 9999), k=st.integers(1, 9999), flops_per_s=POSITIVE,
     )).map(tuple)),
@@ -32,11 +33,19 @@ DEVICES = st.builds(
 @given(
     st.builds(
         Hardware, name=st.text(max_size=9), device=DEVICES, ranks_per_node=st.integers(1, 99), inside=LINKS,
-        between=LINKS, adapters=st.integers(1, 9), sources=st.lists(st.text(max_size=9)).map(tuple),
+        between=LINKS, adapters=st.integers(1, 9),
+        channels=st.dictionaries(
+            st.sampled_from(CHANNELS), st.builds(Channel, latency_s=st.floats(0, 1), bytes_per_s=POSITIVE)
+        ),
+        sources=st.lists(st.text(max_size=9)).map(tuple),
     )
 )  # fmt: skip
 def test_a_file_has_it_all(given_: Hardware) -> None:
     assert Hardware.from_dict(json.loads(json.dumps(given_.to_dict()))) == given_
+
+
+def test_a_channel_takes_its_latency_and_its_bytes() -> None:
+    assert Channel(latency_s=0.5, bytes_per_s=4.0).seconds(8) == 2.5
 
 
 @pytest.mark.parametrize("name", hardware_names())
@@ -78,6 +87,9 @@ def _changed(**changes: Any) -> dict[str, Any]:
         (_changed(device__flops_per_s={"bf16": True}), "flops_per_s of bf16 is True"),
         (_changed(device__flops_per_s={}), "flops_per_s of its device is empty"),
         (_changed(device__tiles=[]), "its device has no tiles"),
+        (_changed(device__launch_s=-1.0), "launch_s is -1.0, where a number of at least 0 is expected"),
+        (_changed(channels={"tape": {}}), "channels has 'tape'; it may have to_device, to_host, disk_read, disk_write"),
+        (_changed(channels={"to_host": {"latency_s": 0.0}}), "it has no 'bytes_per_s'"),
         (_changed(speed=3), "hardware has 'speed'; it may have name, device"),
     ],
 )

@@ -14,7 +14,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Device", "Hardware", "HardwareError", "Link", "Measured", "Tile", "hardware", "hardware_names"]
+__all__ = [
+    "CHANNELS",
+    "Channel",
+    "Device",
+    "Hardware",
+    "HardwareError",
+    "Link",
+    "Measured",
+    "Tile",
+    "hardware",
+    "hardware_names",
+]
 
 _MAX_BYTES = 16 << 20  # of a file
 
@@ -58,6 +69,7 @@ class Device:
         units: that make tiles at the same time (multiprocessors, cores). tiles: that products are cut into.
         fill: elements of k for which a tile takes as long as filling and emptying its pipeline does.
         products: measured ones, by dtype. Where there are any, they go before tiles.
+        launch_s: of the host, to begin one operation; 0 where nobody has measured it.
     """
 
     name: str
@@ -70,6 +82,7 @@ class Device:
     tiles: tuple[Tile, ...] = (Tile(rows=1, columns=1),)
     fill: float = 0.0
     products: Mapping[str, tuple[Measured, ...]] = field(default_factory=dict)
+    launch_s: float = 0.0
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of a dtype.
@@ -82,6 +95,22 @@ class Device:
                 f"{self.name} states no FLOP/s for {dtype!r}; it does for {', '.join(self.flops_per_s)}."
             )
         return self.flops_per_s[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """A way of bytes that one rank uses: x bytes take latency_s + x / bytes_per_s."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of so many bytes at a time."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+CHANNELS = ("to_device", "to_host", "disk_read", "disk_write")
+"""Between page-locked host memory and a device; between a disk and host memory, past the page cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +135,7 @@ class Hardware:
     Attributes:
         ranks_per_node: devices of a node. inside: between devices of a node, for one device.
         between: between nodes, for one adapter. adapters: of a node.
+        channels: those of :data:`CHANNELS` that were measured, by name.
         sources: where the numbers come from.
     """
 
@@ -115,6 +145,7 @@ class Hardware:
     inside: Link
     between: Link
     adapters: int = 1
+    channels: Mapping[str, Channel] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
 
     @property
@@ -201,6 +232,11 @@ def _hardware(document: Any) -> Hardware:
             for ranks, points in link.get("all_reduce", {}).items()
         }
         given[name] = Link(**link)
+    channels = given.get("channels", {})
+    unknown = sorted(set(channels) - set(CHANNELS))
+    if unknown:
+        raise ValueError(f"channels has {unknown[0]!r}; it may have {', '.join(CHANNELS)}")
+    given["channels"] = {name: Channel(**_fields(Channel, channel)) for name, channel in channels.items()}
     given["sources"] = tuple(str(source) for source in given.get("sources", ()))
     return Hardware(**given)
 
@@ -220,7 +256,7 @@ def _fields(cls: type[Any], document: Any) -> dict[str, Any]:
                 if f.default is dataclasses.MISSING:
                     raise KeyError(name)
                 continue
-            zero = name in ("fill", "latency_s", "memory_bytes")
+            zero = name in ("fill", "latency_s", "launch_s", "memory_bytes")
             found[name] = _number(name, found[name], zero=zero, whole=f.type == "int")
     return found
 

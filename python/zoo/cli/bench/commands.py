@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -62,6 +63,59 @@ def comm(
             typer.echo(found.table())
             if json_ is not None:
                 write_json(json_, found.to_dict())
+
+
+@app.command()
+def hardware(
+    write: Annotated[Path, typer.Option(metavar="FILE.json", help="The file to be written.")],
+    name: Annotated[str | None, typer.Option(help="Of the hardware.", show_default="the file's")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    dtype: Annotated[list[str] | None, typer.Option(help="Repeat it for several.", show_default="fp32 bf16")] = None,
+    seconds: Annotated[float, typer.Option(help="Of the whole measurement, about.")] = 60.0,
+    ranks: Annotated[
+        int | None, typer.Option(help="That share this machine.", show_default="its GPUs, 2 on a CPU")
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(help="On the disk to be measured.", exists=True, file_okay=False, show_default="the current")
+    ] = Path(),
+    no_disk: Annotated[bool, typer.Option("--no-disk", help="Do not measure the disk.")] = False,
+    links: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A result of zoo bench comm on this machine.")
+    ] = None,
+    network: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A result of zoo bench comm on several nodes.")
+    ] = None,
+) -> None:
+    """Measure products, memory, calls, copies, disk and links, and write them as hardware that forecasts take.
+
+    zoo forecast MODEL --hardware FILE.json uses it.
+    """
+    with one_sentence(shared=True):
+        from zoo.cli.bench.filling import Wanted, fill, summary
+        from zoo.cli.bench.results import check_writable, write_json
+
+        check_writable(write)
+        wanted = Wanted(
+            name=name or write.stem, device=device, dtypes=tuple(dtype or ("fp32", "bf16")), seconds=seconds,
+            ranks=ranks, folder=None if no_disk else folder, links=_result(links), network=_result(network),
+        )  # fmt: skip
+        found = fill(wanted, say=lambda text: typer.echo(f"measuring {text}", err=True))
+        write_json(write, found.to_dict())
+        typer.echo(summary(found))
+
+
+def _result(path: Path | None) -> Measured | None:
+    if path is None:
+        return None
+    from zoo.cli.bench.collectives import Measured
+
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}; give what zoo bench comm --json wrote.") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} is no result of zoo bench comm.")
+    return Measured.from_dict(document)
 
 
 def _speak_as_torchrun() -> bool:

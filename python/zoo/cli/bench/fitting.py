@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-
 _NOTHING = 1e-13
 
 

@@ -25,7 +25,7 @@ def processor(root: Path = ROOT) -> Iterator[Finding]:
     said = _pairs(_read(root / "proc/cpuinfo"))
     flags = set((said.get("flags") or said.get("Features") or "").split())
     known = [flag for flag in _FLAGS if flag in flags]
-    name = said.get("model name") or platform.machine()
+    name = processor_name(root)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     value = f"{name}, {usable} of {os.cpu_count()} processors for this process; {' '.join(known) or 'no vectors known'}"
     yield Finding(section="devices", name="CPU", value=value, state=State.FACT)
@@ -38,6 +38,18 @@ def processor(root: Path = ROOT) -> Iterator[Finding]:
         yield Finding(
             section="limits", name="memory", value=f"{human(total)}, {human(free)} available", state=State.FACT
         )
+
+
+def processor_name(root: Path = ROOT) -> str:
+    """What the processor calls itself; the kind of machine where it does not."""
+    return _pairs(_read(root / "proc/cpuinfo")).get("model name") or platform.machine()
+
+
+def memory_bytes(root: Path = ROOT) -> int:
+    """Of the machine, or what the control group leaves of it; 0 where the kernel does not tell."""
+    total = int(_pairs(_read(root / "proc/meminfo")).get("MemTotal", "0 kB").split()[0]) << 10
+    limit, _, _ = _memory_limit(root / "sys/fs/cgroup", _groups(root))
+    return min(total, limit) if limit is not None else total
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -101,8 +113,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
 
 def group_limits(root: Path = ROOT) -> Iterator[Finding]:
     """What the control group allows, of versions 1 and 2: the smallest limit on the way up."""
-    lines = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
-    paths = {name: path for _, names, path in lines for name in names.split(",")}
+    paths = _groups(root)
     limit, used, where = _memory_limit(root / "sys/fs/cgroup", paths)
     if limit is not None:
         value = f"{human(limit)}, {human(used)} used ({where})"
@@ -113,6 +124,12 @@ def group_limits(root: Path = ROOT) -> Iterator[Finding]:
     if len(quota) == 2 and quota[0] != "max":
         value = f"{int(quota[0]) / int(quota[1]):.2g} processors by quota"
         yield Finding(section="limits", name="CPU of the cgroup", value=value, state=State.FACT)
+
+
+def _groups(root: Path) -> dict[str, str]:
+    """By controller ("" of version 2) the path of its group."""
+    lines = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
+    return {name: path for _, names, path in lines for name in names.split(",")}
 
 
 def _memory_limit(base: Path, paths: dict[str, str]) -> tuple[int | None, int, str]:
