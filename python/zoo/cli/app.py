@@ -274,6 +274,35 @@ def forecast(
 
 
 @app.command()
+def profile(
+    model: Annotated[str, typer.Argument(help="A model of transformers (folder, config.json), or MODULE:FUNCTION.")],
+    shape: Annotated[str | None, typer.Option(help="Of the argument of MODULE:FUNCTION's model: 8,3,224,224.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences, of a model of transformers.")] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 512,
+    backward: Annotated[bool, typer.Option("--backward", help="And the backward.")] = False,
+    meta: Annotated[bool, typer.Option("--meta", help="Without values: no memory, and no seconds.")] = False,
+    depth: Annotated[int, typer.Option(min=-1, help="Of the largest modules that are printed; -1: all.")] = -1,
+    top: Annotated[int, typer.Option(min=1, help="How many of them at each depth.")] = 1,
+    detailed: Annotated[bool, typer.Option(help="Print the tree of modules too.")] = True,
+    peak_tflops: Annotated[float | None, typer.Option(min=0, help="Of the device: utilisation is printed.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write JSON.")] = None,
+    flame_file: Annotated[Path | None, typer.Option("--flame", metavar="FILE", help="Write a flame graph.")] = None,
+) -> None:
+    """Print what each module of MODEL computes: FLOPs, parameters and, where there are values, seconds.
+
+    MODULE:FUNCTION returns a model, or (model, args, kwargs). Models of transformers are profiled without values.
+    """
+    with one_sentence(shared=True):
+        from zoo.cli.profiling import profile_of, write
+
+        profiler = profile_of(
+            model, shape=shape, batch=batch, seq=seq, backward=backward, meta=meta, peak_tflops=peak_tflops or None
+        )
+        profiler.print_model_profile(profile_step=0, module_depth=depth, top_modules=top, detailed=detailed)
+        write(profiler.profile, json_file, flame_file)
+
+
+@app.command()
 def components(kind: Annotated[str | None, typer.Argument(help="Only this kind.")] = None) -> None:
     """Print every component that can be named in a configuration."""
     with one_sentence(shared=True):

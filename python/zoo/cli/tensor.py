@@ -33,7 +33,7 @@ def plan(
 
         if not (model / "config.json" if model.is_dir() else model).is_file():
             raise ValueError(f"{model} is no folder with a config.json, and no such file.")
-        made = _empty(model)
+        made = empty_model(model)
         found = plan_of(made)
         print(found)
         if prove:
@@ -55,13 +55,22 @@ def _sums(sums: dict[int, int], gathered: int) -> str:
     return " and ".join([*told, *([f"tokens x {gathered} gathered"] if gathered else [])]) or "nothing"
 
 
-def _empty(path: Path) -> Any:
-    """The model without values; its class is one of transformers, never one that comes with the files."""
+def empty_model(path: Path, **options: Any) -> Any:
+    """The model without values; its class is one of transformers, never one that comes with the files.
+
+    Args:
+        path: a folder, or its config.json. options: of the configuration, in the place of its own.
+
+    Raises:
+        ValueError: it is no configuration, or of no model.
+    """
     import torch
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True, **options
+        )
     except OSError as error:  # what transformers says of a file that is no JSON
         raise ValueError(str(error)) from None
     kinds = [getattr(transformers, f"AutoModel{name}") for name in ("ForCausalLM", "ForSeq2SeqLM", "ForMaskedLM", "")]
