@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,6 +150,24 @@ def test_links_that_were_measured_before(quick: list[int], monkeypatch: pytest.M
     assert alone.inside == alone.between
     with pytest.raises(ValueError, match="one rank on a processor has no links to measure; give --ranks 2"):
         fill(Wanted(name="", device="cpu", seconds=0.1, ranks=1))
+
+
+def test_one_gpu_has_copies_and_its_link_is_as_those_to_the_host(
+    quick: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = SimpleNamespace(name="A GPU", total_memory=1 << 34, multi_processor_count=100)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    monkeypatch.setattr(computing, "call_cost", lambda *_, **__: TIMING)
+    lines = {name: Line(alpha_s=1e-5, bytes_per_s=2e10, error=0.0) for name in computing.COPIES}
+    monkeypatch.setattr(computing, "copies", lambda *_, **__: lines)
+    monkeypatch.setattr(ranks, "measure_here", lambda *_: pytest.fail("one device has nobody to talk to"))
+    found = fill(Wanted(name="gpu", seconds=0.1))
+    assert Hardware.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert (found.device.name, found.device.units, found.ranks_per_node) == ("A GPU", 100, 1)
+    assert set(found.channels) == {"to_device", "to_host"}
+    assert (found.inside.latency_s, found.inside.bytes_per_s) == (1e-5, 2e10)
+    assert "inside: not measured, there is one device; as to_host" in found.sources
 
 
 def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,34 @@ def test_a_call_is_timed_as_what_it_takes_and_for_its_share(seconds: float, shar
     block = max(seconds, 4e-4 + seconds)
     assert clock.now - 2 * seconds <= max(share, (FEWEST - 1) * block) * (1 + 1e-6) + block
     assert found.repetitions * seconds <= MOST * block
+
+
+class Event:
+    """An event of a device whose clock is a test's."""
+
+    clock = Clock()
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = -1.0
+
+    def record(self) -> None:
+        self.at = self.clock()
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+def test_a_gpu_is_timed_between_events_behind_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "_sleep", waited.append, raising=False)
+    found = time_call(Event.clock.taking(0.25), torch.device("cuda", 0), 0.01)
+    assert found.median_s == found.lowest_s == found.highest_s == 0.25
+    assert FEWEST < found.repetitions <= MOST
+    assert sum(waited) == waited[0] // FEWEST * found.repetitions, "a wait for all that follows it"
+    assert max(waited) <= 200 * waited[0] // FEWEST
 
 
 def test_a_summary_is_the_median() -> None:

@@ -211,6 +211,11 @@ def test_the_processor_of_another_machine(tmp_path: Path) -> None:
     assert found["CPU"].endswith("; avx2 avx512f")
     assert found["memory"] == "2.0 MiB, 1.0 MiB available"
     assert [f.name for f in machine.processor(tmp_path / "nowhere")] == ["CPU"]
+    assert machine.processor_name(tmp_path) == "A Chip"
+    assert machine.memory_bytes(tmp_path) == 2 << 20
+    write(tmp_path, proc__self__cgroup="0::/\n", sys__fs__cgroup__memory_dot_max="1048576\n")
+    assert machine.memory_bytes(tmp_path) == 1 << 20
+    assert machine.memory_bytes(tmp_path / "nowhere") == 0
 
 
 def test_shared_memory_that_is_small_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ SHAPES: tuple[Shape, ...] = tuple(
 """Rows are tokens, (n, k) the weights of layers of models from 100 million to 70 billion parameters."""
 _LARGE = 1e7
 STREAM_BYTES = 256 << 20
+COPIES = ("to_device", "to_host")
 COPY_SIZES = tuple(1 << k for k in range(12, 29, 2))
 
 
@@ -107,7 +108,7 @@ def call_cost(device: torch.device, seconds: float, *, clock: Clock = time.perf_
 def copies(
     device: torch.device, seconds: float, *, sizes: Sequence[int] = COPY_SIZES, clock: Clock = time.perf_counter
 ) -> dict[str, Line]:
-    """Lines of the copies between page-locked host memory and a GPU, by "to device" and "to host".
+    """Lines of the copies between page-locked host memory and a GPU, by the names of :data:`COPIES`.
 
     Raises:
         ValueError: the device is the host itself.
@@ -117,12 +118,12 @@ def copies(
     if device.type != "cuda":
         raise ValueError(f"copies to {device}: that is the host's own memory; give a GPU, such as cuda:0.")
     found = {}
-    for name in ("to device", "to host"):
+    for name in COPIES:
         times = []
         for size in sizes:
             host = torch.ones(size, dtype=torch.uint8, pin_memory=True)
             there = torch.empty(size, dtype=torch.uint8, device=device)
-            pair = (there, host) if name == "to device" else (host, there)
+            pair = (there, host) if name == COPIES[0] else (host, there)
             call = _copying(*pair)
             times.append(time_call(call, device, seconds / 2 / len(sizes), clock).median_s)
         found[name] = fit(list(sizes), times)

@@ -228,7 +228,9 @@ def _links(
     else:
         raise ValueError("one rank on a processor has no links to measure; give --ranks 2, or --links FILE.")
     if wanted.network is None:
-        sources.append("between: not measured, there is one node; as inside. zoo bench comm on several has a --network")
+        sources.append(
+            "between: not measured, there is one node; as inside (--network takes what zoo bench comm found on several)"
+        )
         return inside, inside
     network = wanted.network
     sources.append(f"between: zoo bench comm, {network.ranks} ranks on {network.nodes} nodes, {network.backend}")

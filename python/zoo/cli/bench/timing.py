@@ -16,6 +16,8 @@ FEWEST, MOST = 3, 1000
 _SHORT_S = 2e-5
 """Calls shorter than this are timed several at a time: the clock itself takes some of it."""
 _BETWEEN_S = 4e-4
+_AHEAD = 200  # calls and events in the driver's queue, which holds about a thousand
+_WAIT_CYCLES = 40_000  # some 20 µs a call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +69,24 @@ def _count(share_s: float, guess_s: float) -> int:
 def _on_cuda(call: Callable[[], object], device: torch.device, share_s: float) -> Timing:
     import torch
 
-    torch.cuda.synchronize(device)
     with torch.cuda.device(device):
-        first = _between(call, 1)[0]
-        found = _between(call, _count(share_s, max(first, 1e-6)))
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        found = _between(call, FEWEST)
+        each = max((time.perf_counter() - begun) / FEWEST, 1e-6)
+        wanted = max(FEWEST, min(int(share_s / each), MOST))
+        while len(found) < wanted:
+            found += _between(call, min(wanted - len(found), _AHEAD))
     return summary(found)
 
 
 def _between(call: Callable[[], object], count: int) -> list[float]:
+    """Seconds of each call, between events. The device waits first, until the host has told it all that is to come:
+    else a short kernel would take as long as the host needs to begin it."""
     import torch
 
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_WAIT_CYCLES * count)  # type: ignore[no-untyped-call]
     events[0].record()
     for event in events[1:]:
         call()
