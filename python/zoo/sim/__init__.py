@@ -15,6 +15,7 @@ from zoo.sim.errors import (
     WaitTimeoutError,
 )
 from zoo.sim.faults import Crash, Delay, Fault
+from zoo.sim.programs import Programs, compute, costing
 from zoo.sim.runner import defaults, run
 from zoo.sim.trace import Event, Trace
 
@@ -26,10 +27,13 @@ __all__ = [
     "Event",
     "Fault",
     "PeerLostError",
+    "Programs",
     "RankError",
     "SimTimeoutError",
     "Trace",
     "WaitTimeoutError",
+    "compute",
+    "costing",
     "defaults",
     "run",
 ]

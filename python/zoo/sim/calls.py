@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zoo.sim.programs import Told
 from zoo.sim.scheduler import ranks_text
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Call:
     error: BaseException | None = None
     source: int | None = None
     entry: Entry | None = None
+    told: Told = field(default_factory=Told)
 
     @property
     def rank(self) -> int:

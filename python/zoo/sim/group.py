@@ -185,6 +185,9 @@ class SimGroup(dist.ProcessGroup):
         scheduler.check(me)
         call.delay = scheduler.count_call(me)
         self._record(call)
+        if scheduler.programs is not None:
+            scheduler.programs.pause(me.index)
+            scheduler.programs.started(call)
         self._state.issue(call, self._entry)
         work = SimWork(scheduler, me, [call], call.outputs, self._timeout_s())
         if self._batch is not None:

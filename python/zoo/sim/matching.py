@@ -96,6 +96,8 @@ class GroupState:
                 self.scheduler.make_ready(match, max(call.delay for call in match.calls))
 
     def _complete(self, calls: list[Call]) -> None:
+        if self.scheduler.programs is not None:
+            self.scheduler.programs.matched(calls)
         match = CallMatch(self.scheduler, calls)
         if self.orders is None:
             self.scheduler.make_ready(match, max(call.delay for call in calls))

@@ -20,6 +20,7 @@ from zoo.sim import group
 from zoo.sim._guards import outlive_ranks
 from zoo.sim.errors import Died, RankError, SimTimeoutError, Stop
 from zoo.sim.faults import Crash, Fault, FaultPlan
+from zoo.sim.programs import Programs
 from zoo.sim.rng import RngStates
 from zoo.sim.scheduler import Mode, Rank, Scheduler, ranks_text
 from zoo.sim.store import SimStore
@@ -58,6 +59,7 @@ def run(
     semantics: str | None = None,
     transport: str | None = None,
     group_timeout_s: float | None = None,
+    programs: Programs | None = None,
 ) -> list[T | Crash]:
     """``[fn(0), ..., fn(world_size - 1)]``, run as the ranks of one simulated job.
 
@@ -75,6 +77,7 @@ def run(
     transport: how zoo.comm's all-gather and reduce-scatter travel, "native" (the simulator's collectives), "pairwise"
         (the messages of CPU jobs) or "shared" (as "pairwise", until a communicator is asked to share memory); these two
         not under "nccl". Where not given, what ``defaults`` says, else "native".
+    programs: gets what each rank computes, begins and waits for; ``zoo.cost.simulate_events`` gives it its time.
     group_timeout_s: the timeout of the default group in simulated seconds; that of other groups is what they are made
         with. Not given, the timeouts of groups are ignored, and who waits for ever makes a ``DeadlockError``.
 
@@ -95,6 +98,9 @@ def run(
         outlive_ranks()
         caller = RngStates.capture()
         scheduler = Scheduler(world_size, seed, plan, trace, caller, mode)
+        if programs is not None:
+            programs.begin(world_size)
+            scheduler.programs = programs
         try:
             with installed():
                 _run_ranks(scheduler, fn, timeout_s)

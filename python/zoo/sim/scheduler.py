@@ -13,12 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zoo.sim.errors import DeadlockError, Died, Stop
 from zoo.sim.faults import FaultPlan
 from zoo.sim.rng import RngStates
 from zoo.sim.trace import Event
+
+if TYPE_CHECKING:
+    from zoo.sim.programs import Programs
 
 __all__ = ["Match", "Mode", "Rank", "Scheduler", "Waitable", "ranks_text"]
 
@@ -128,6 +131,7 @@ class Scheduler:
         self.groups: dict[Any, Any] = {}
         self.store_data: dict[str, bytes] = {}
         self.store_waits: list[Any] = []
+        self.programs: Programs | None = None
 
     # -- called by the running rank ---------------------------------------------------------------------------------
 
@@ -197,6 +201,8 @@ class Scheduler:
     def finish(self, me: Rank) -> None:
         """The rank's function is over: pass the baton for good."""
         me.finished = True
+        if self.programs is not None:
+            self.programs.pause(me.index)
         self.idle_polls = 0
         if all(rank.finished for rank in self.ranks):
             self.running = None
@@ -213,7 +219,11 @@ class Scheduler:
     # -- the choice -------------------------------------------------------------------------------------------------
 
     def _reschedule(self, me: Rank) -> None:
+        if self.programs is not None:
+            self.programs.pause(me.index)
         chosen = self._pick()
+        if self.programs is not None and chosen is me:
+            self.programs.resume()
         if self.stopping:
             raise Stop
         self.baton_since = time.monotonic()
@@ -230,6 +240,8 @@ class Scheduler:
         rank.rng.install(self.installed)
         self.installed = rank.rng
         self.running = rank
+        if self.programs is not None:
+            self.programs.resume()
         self.baton_since = time.monotonic()
         rank.lock.release()
 

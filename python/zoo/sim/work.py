@@ -66,6 +66,11 @@ class SimWork(dist.Work):
 
     def block(self, timeout_s: float | None = None) -> None:
         """Pass the baton on until the operation is complete, in error or not."""
+        programs = self._scheduler.programs
+        if programs is not None:
+            programs.pause(self._rank.index)
+            for call in self._calls:
+                programs.waited(self._rank.index, call)
         for call in self._calls:
             if not call.done and not self._scheduler.block(self._rank, call, timeout_s):
                 call.group.time_out(call, timeout_s or 0.0)

@@ -1,0 +1,5 @@
+"""``python -m benchmarks.sim``."""
+
+from benchmarks.sim.clock import main
+
+main()

@@ -1,0 +1,109 @@
+"""The simulated time of real jobs beside the clock's: ``python -m benchmarks.sim [--write-results]``.
+
+Two ranks of gloo in network namespaces, a cable of limited rate between them, layers that sleep. The simulated ranks
+run the same program; the cable's rate is what it is set to, nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import benchmarks.sim.job as job
+from benchmarks.common import machine, table
+from benchmarks.launch import start
+from benchmarks.onebit.link import LinkError, cable
+
+from zoo import sim
+from zoo.cost.events import Start, simulate_events
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+LATENCY_S = 2e-4
+WIRE = 1.05
+"""Of what is sent, with the headers of Ethernet, IP and TCP at 1,500 bytes a packet: 1,538 / 1,448 = 1.062 at most."""
+JOBS = [
+    {"stage": stage, "layers": 6, "width": 512, "seconds": seconds, "steps": 5, "mbit": mbit}
+    for stage in (1, 2, 3) for mbit, seconds in ((100, 0.1), (100, 0.02), (500, 0.02))
+]  # fmt: skip
+
+
+def clocked(spec: dict[str, Any]) -> float:
+    """Seconds of a step, the median of those after two."""
+    with cable(spec["mbit"]) as prefixes:
+        found = start("benchmarks.sim.job", [json.dumps(spec)], prefixes, "10.77.0.1", "cable")
+    return statistics.median(found[2:])
+
+
+def simulated(spec: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    """The same, simulated; and what the last step's critical path is made of."""
+    programs = sim.Programs()
+    job.SIMULATED = True
+    try:
+        sim.run(
+            2, lambda rank: job.steps(spec, rank, lambda step: sim.compute(1e-9, f"step {step}")), programs=programs
+        )
+    finally:
+        job.SIMULATED = False
+    rate = spec["mbit"] * 1e6 / 8 / WIRE
+
+    def cost(begun: Start) -> float:
+        # Of two ranks each sends the other its part of a gather, or half of what is to be reduced.
+        sent = begun.num_bytes if "gather" in begun.op or begun.op == "send" else begun.num_bytes / 2
+        sent *= 2 if begun.op == "all_reduce" else 1
+        return LATENCY_S + sent / rate
+
+    timeline = simulate_events(programs.programs(), cost)
+    marks = [s.start_s for s in timeline.spans if s.rank == 0 and s.name.startswith("step ")]
+    gaps = [b - a for a, b in itertools.pairwise(marks)]
+    path: dict[str, float] = {}
+    for span in timeline.critical_path():
+        if marks[-2] <= span.start_s < marks[-1]:
+            path[span.name] = path.get(span.name, 0.0) + span.end_s - span.start_s
+    return statistics.median(gaps[2:]), path
+
+
+def _mark(step: int) -> None:
+    sim.compute(1e-9, f"step {step}")
+
+
+def main() -> None:
+    """Print a table, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write-results", action="store_true")
+    given = parser.parse_args()
+    rows, errors = [], []
+    for spec in JOBS:
+        try:
+            real = clocked(spec)
+        except LinkError as error:
+            sys.exit(f"no cable: {error}")
+        found, path = simulated(spec)
+        errors.append(found / real - 1)
+        most = sorted(path.items(), key=lambda item: -item[1])[:3]
+        rows.append(
+            [
+                str(spec["stage"]), f"{spec['mbit']}", f"{1e3 * spec['seconds']:.0f}", f"{1e3 * real:.0f}",
+                f"{1e3 * found:.0f}", f"{errors[-1]:+.1%}",
+                ", ".join(f"{n} {1e3 * s:.0f}" for n, s in most if s > 1e-4),
+            ]
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+    facts = "\n".join(f"- {k}: {v}" for k, v in machine(["torch"]).items())
+    page = (
+        "# Simulated time beside the clock's\n\nWritten by `python -m benchmarks.sim`. Two ranks of gloo in network "
+        "namespaces with a cable between them; six layers of 512 x 512 that sleep: forward as long as the third column "
+        "says, backward twice. Milliseconds of a step, the median after two. Nothing is fitted: the simulation knows "
+        f"the seconds of a layer, the cable's rate, {WIRE} bytes on the wire for each and {1e3 * LATENCY_S} ms a "
+        "message.\n\n"
+        f"{facts}\n\n"
+        + table(["stage", "Mbit/s", "layer ms", "clock", "simulated", "error", "critical path, ms"], rows)
+        + f"\n\nMean error {statistics.mean(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%} (asked: 5 %).\n"
+    )
+    print(page)
+    if given.write_results:
+        RESULTS.write_text(page)

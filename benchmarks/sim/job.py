@@ -1,0 +1,104 @@
+"""A training whose layers sleep: under a real clock as one rank of gloo, or as a simulated rank that says how long.
+
+``python -m benchmarks.sim.job SPEC``, started as one rank; rank 0 prints the seconds of each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zoo import sim
+from zoo.zero import ZeroOptimizer
+
+
+class Sleeping(nn.Module):
+    """Linear layers; each forward takes ``seconds``, each backward ``2 * seconds``."""
+
+    def __init__(self, layers: int, width: int, seconds: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(_Layer(width, seconds) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _takes(self.seconds, "forward")
+        out: torch.Tensor = _Slow.apply(x @ self.weight, 2 * self.seconds)
+        return out
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        _takes(ctx.seconds, "backward")
+        return gradients[0], None
+
+
+SIMULATED = False
+
+
+def _takes(seconds: float, name: str) -> None:
+    if SIMULATED:
+        sim.compute(seconds, name)
+    else:
+        time.sleep(seconds)
+
+
+def steps(spec: dict[str, Any], rank: int, begin: Any) -> None:
+    """Train; ``begin(number)`` is called before each step and after the last."""
+    model = Sleeping(spec["layers"], spec["width"], spec["seconds"])
+    optimizer = ZeroOptimizer(
+        model, stage=spec["stage"], optimizer=torch.optim.SGD, lr=1e-3, param_persistence_threshold=0,
+        reduce_bucket_size=1,
+    )  # fmt: skip
+    x = torch.randn(2, spec["width"], generator=torch.Generator().manual_seed(rank))
+    for step in range(spec["steps"]):
+        begin(step)
+        optimizer.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    begin(spec["steps"])
+
+
+def main() -> None:
+    """One rank with a real clock."""
+    spec = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    times: list[float] = []
+    steps(spec, dist.get_rank(), lambda step: times.append(time.perf_counter()))
+    if dist.get_rank() == 0:
+        print(json.dumps([b - a for a, b in itertools.pairwise(times)]), flush=True)
+    sys.stdout.flush()
+    with contextlib.suppress(RuntimeError):  # whoever leaves first closes the connection
+        dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

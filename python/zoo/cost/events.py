@@ -1,0 +1,322 @@
+"""Time as discrete events: ranks that compute, begin communication and wait for it.
+
+A *program* is what one rank does, in order. It says nothing of time: that comes from what a communication costs and
+from who is late. So one program can be asked again with other costs: a faster link, a slow rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zoo.cost.collectives import seconds
+from zoo.cost.hardware import Hardware
+
+__all__ = ["Compute", "EventError", "Program", "Span", "Start", "Timeline", "Wait", "cost_on", "simulate_events"]
+
+
+class EventError(ValueError):
+    """Programs that cannot be run to their end."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """So many seconds of this rank alone."""
+
+    seconds: float
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A rank's part of a communication begins; the rank goes on.
+
+    Attributes:
+        key: of the communication, the same on all members. members: ranks of the simulation that take part.
+        stream: communications of one stream and member go one after the other, in the order of their starts.
+        op, num_bytes: what it is. ranks: how many take part in truth, where ``members`` stand for more; 0: as many.
+        name: what it is for.
+    """
+
+    key: Any
+    members: tuple[int, ...]
+    stream: Any
+    op: str
+    num_bytes: float = 0.0
+    ranks: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The rank goes on when a communication that it began is over."""
+
+    key: Any
+
+
+Program = Sequence[Compute | Start | Wait]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something on a rank, from when to when. ``stream`` is "" for computation, "wait" for waiting, else the stream's
+    name."""
+
+    rank: int
+    stream: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class _Communication:
+    first: Start
+    posted: dict[int, float] = field(default_factory=dict)
+    begin_s: float = math.nan
+    end_s: float = math.nan
+    decided_by: int = -1  # the member that came last, or whose stream was busy the longest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """What comes of programs.
+
+    Attributes:
+        ends_s: when each rank is through. spans: computations, waits and communications, by rank and time.
+        exposed_s: by rank, seconds of waiting by what was waited for.
+    """
+
+    ends_s: tuple[float, ...]
+    spans: tuple[Span, ...]
+    exposed_s: tuple[Mapping[str, float], ...]
+    _critical: tuple[Span, ...] = ()
+
+    @property
+    def makespan_s(self) -> float:
+        """Until the last rank is through."""
+        return max(self.ends_s, default=0.0)
+
+    @property
+    def waited_s(self) -> tuple[float, ...]:
+        """Seconds in which each rank waits."""
+        return tuple(math.fsum(found.values()) for found in self.exposed_s)
+
+    def critical_path(self) -> tuple[Span, ...]:
+        """Computations and communications, one after the other, that the last rank's end follows from."""
+        return self._critical
+
+    def critical_s(self) -> dict[str, float]:
+        """Seconds of the critical path by name."""
+        found: dict[str, float] = {}
+        for span in self._critical:
+            found[span.name] = found.get(span.name, 0.0) + span.end_s - span.start_s
+        return found
+
+    def to_chrome(self) -> dict[str, Any]:
+        """A trace that chrome://tracing and Perfetto show: a process for each rank, a thread for each stream."""
+        events = []
+        for span in self.spans:
+            events.append(
+                {
+                    "name": span.name or span.stream or "compute", "ph": "X", "pid": span.rank,
+                    "tid": span.stream or "compute", "ts": 1e6 * span.start_s, "dur": 1e6 * (span.end_s - span.start_s),
+                }
+            )  # fmt: skip
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def simulate_events(
+    programs: Sequence[Program], cost: Callable[[Start], float], *, slower: Mapping[int, float] | None = None
+) -> Timeline:
+    """Run programs.
+
+    A communication begins when all of its members have begun it and what each of them has on its stream before it is
+    over, and takes ``cost`` seconds. A wait ends with it.
+
+    Args:
+        programs: of each rank. cost: of a communication, from its first start. slower: factors of a rank's seconds.
+
+    Raises:
+        EventError: ranks that wait for ever, a wait for what the rank did not begin, members that begin something twice
+            or that differ in what it is; seconds below 0.
+    """
+    machine = _Machine(programs, cost, slower or {})
+    machine.run()
+    return machine.timeline()
+
+
+def cost_on(hardware: Hardware) -> Callable[[Start], float]:
+    """What communications of ranks cost that fill the nodes of a machine in their order.
+
+    ``num_bytes`` of a start is what one rank gives, as the simulator of :mod:`zoo.sim` records it: of a gather a part.
+    """
+
+    def cost(start: Start) -> float:
+        size = start.ranks or len(start.members)
+        nodes = Counter(member // hardware.ranks_per_node for member in start.members)
+        local = max(nodes.values()) if not start.ranks else min(size, hardware.ranks_per_node)
+        op = _NAMES.get(start.op, start.op)
+        if op in ("send", "recv"):
+            link = hardware.inside if len(nodes) == 1 else hardware.between
+            return link.latency_s + start.num_bytes / link.bytes_per_s
+        num_bytes = start.num_bytes * (size if op == "all_gather" else 1)
+        return seconds("all_reduce" if op == "barrier" else op, max(num_bytes, 1), size, hardware, local=local)
+
+    return cost
+
+
+_NAMES = {
+    "all_gather_into_tensor": "all_gather", "all_gather_coalesced": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter", "all_reduce_coalesced": "all_reduce",
+    "all_to_all_single": "all_to_all", "monitored_barrier": "barrier", "reduce": "broadcast", "gather": "all_gather",
+    "gather_into_tensor": "all_gather", "scatter": "broadcast",
+}  # fmt: skip
+
+
+class _Machine:
+    def __init__(
+        self, programs: Sequence[Program], cost: Callable[[Start], float], slower: Mapping[int, float]
+    ) -> None:  # fmt: skip
+        self.programs, self.cost, self.slower = programs, cost, slower
+        self.now = [0.0] * len(programs)
+        self.at = [0] * len(programs)
+        self.known: dict[Any, _Communication] = {}
+        self.queues: dict[tuple[int, Any], deque[Any]] = {}  # keys on a stream of a rank that are not over
+        self.free: dict[tuple[int, Any], tuple[float, Any]] = {}  # when it is free, and after which key
+        self.waiting: dict[Any, list[int]] = {}
+        self.spans: list[list[Span]] = [[] for _ in programs]
+        self.exposed: list[dict[str, float]] = [{} for _ in programs]
+        self.causes: list[list[tuple[Span, Any]]] = [[] for _ in programs]  # what passed a rank's time; key of a wait
+        self.queued: dict[Any, Any] = {}  # of a key that waited for its stream: the key before it
+
+    def run(self) -> None:
+        ready = deque(range(len(self.programs)))
+        while ready:
+            rank = ready.popleft()
+            self._advance(rank, ready)
+        stuck = [rank for rank, program in enumerate(self.programs) if self.at[rank] < len(program)]
+        if stuck:
+            item = self.programs[stuck[0]][self.at[stuck[0]]]
+            absent = ""
+            if isinstance(item, Wait):
+                found = self.known[item.key]
+                missing = [m for m in found.first.members if m not in found.posted]
+                absent = f": {found.first.op} {item.key!r} is not begun by {missing or 'those before it'}"
+            raise EventError(f"ranks {stuck[:9]} wait for ever; rank {stuck[0]} at number {self.at[stuck[0]]}{absent}.")
+
+    def _advance(self, rank: int, ready: deque[int]) -> None:
+        program = self.programs[rank]
+        while self.at[rank] < len(program):
+            item = program[self.at[rank]]
+            if isinstance(item, Compute):
+                self._compute(rank, item)
+            elif isinstance(item, Start):
+                self._start(rank, item, ready)
+            elif not self._wait(rank, item):
+                return
+            self.at[rank] += 1
+
+    def _compute(self, rank: int, item: Compute) -> None:
+        if not 0 <= item.seconds < math.inf:
+            raise EventError(f"rank {rank} computes for {item.seconds} s; it is a number of at least 0.")
+        end = self.now[rank] + item.seconds * self.slower.get(rank, 1.0)
+        if end > self.now[rank]:
+            self.spans[rank].append(Span(rank, "", item.name, self.now[rank], end))
+            self.causes[rank].append((self.spans[rank][-1], None))
+        self.now[rank] = end
+
+    def _start(self, rank: int, item: Start, ready: deque[int]) -> None:
+        found = self.known.get(item.key)
+        if found is None:
+            found = self.known[item.key] = _Communication(item)
+        first = found.first
+        if (item.op, item.members, item.stream) != (first.op, first.members, first.stream):
+            raise EventError(f"rank {rank} begins {item.key!r} as {item}, another one as {first}.")
+        if rank in found.posted or rank not in item.members:
+            raise EventError(f"rank {rank} begins {item.key!r} twice, or is none of its members {item.members}.")
+        found.posted[rank] = self.now[rank]
+        self.queues.setdefault((rank, item.stream), deque()).append(item.key)
+        self._begin(item.key, ready)
+
+    def _begin(self, key: Any, ready: deque[int]) -> None:
+        """Give a communication its time if all have come and it is the first on all streams; then those after it."""
+        waiting = [key]
+        while waiting:
+            key = waiting.pop()
+            found = self.known[key]
+            members, stream = found.first.members, found.first.stream
+            if len(found.posted) < len(members) or any(self.queues[m, stream][0] != key for m in members):
+                continue
+            last, begin, after = -1, -1.0, None
+            for m in members:
+                free, before = self.free.get((m, stream), (0.0, None))
+                when = max(found.posted[m], free)
+                if when > begin:
+                    last, begin, after = m, when, before if free > found.posted[m] else None
+            cost = self.cost(found.first)
+            if not 0 <= cost < math.inf:
+                raise EventError(f"{found.first.op} {key!r} costs {cost} s; a cost is a number of at least 0.")
+            found.begin_s, found.end_s, found.decided_by = begin, begin + cost, last
+            self.queued[key] = after
+            for m in members:
+                self.free[m, stream] = found.end_s, key
+                queue = self.queues[m, stream]
+                queue.popleft()
+                if queue:
+                    waiting.append(queue[0])
+                self.spans[m].append(Span(m, str(stream), found.first.name or found.first.op, begin, found.end_s))
+            ready.extend(self.waiting.pop(key, ()))
+
+    def _wait(self, rank: int, item: Wait) -> bool:
+        found = self.known.get(item.key)
+        if found is None or rank not in found.posted:
+            raise EventError(f"rank {rank} waits for {item.key!r}, which it did not begin.")
+        if math.isnan(found.end_s):
+            self.waiting.setdefault(item.key, []).append(rank)
+            return False
+        if found.end_s > self.now[rank]:
+            name = found.first.name or found.first.op
+            self.spans[rank].append(Span(rank, "wait", name, self.now[rank], found.end_s))
+            self.causes[rank].append((self.spans[rank][-1], item.key))
+            self.exposed[rank][name] = self.exposed[rank].get(name, 0.0) + found.end_s - self.now[rank]
+            self.now[rank] = found.end_s
+        return True
+
+    def timeline(self) -> Timeline:
+        spans = [span for of_rank in self.spans for span in sorted(of_rank, key=lambda s: (s.start_s, s.end_s))]
+        return Timeline(
+            ends_s=tuple(self.now), spans=tuple(spans), exposed_s=tuple(self.exposed), _critical=self._path()
+        )  # fmt: skip
+
+    def _path(self) -> tuple[Span, ...]:
+        """From the end of the last rank backwards: what it computed, and what it waited for, there."""
+        if not self.now:
+            return ()
+        rank = max(range(len(self.now)), key=lambda r: self.now[r])
+        at, found = self.now[rank], list[Span]()
+        places = [len(causes) for causes in self.causes]
+        while True:
+            causes, place = self.causes[rank], places[rank]
+            while place and causes[place - 1][0].end_s > at:
+                place -= 1
+            places[rank] = place - 1
+            if place == 0:
+                break
+            span, key = causes[place - 1]
+            if key is None:
+                found.append(span)
+                at = span.start_s
+                continue
+            while key is not None:  # a communication, and those before it on the stream that held it up
+                one = self.known[key]
+                found.append(
+                    Span(one.decided_by, str(one.first.stream), one.first.name or one.first.op, one.begin_s, one.end_s)
+                )
+                rank, at = one.decided_by, one.begin_s
+                key = self.queued[key]
+        return tuple(reversed(found))
