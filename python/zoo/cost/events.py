@@ -10,7 +10,8 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from zoo.cost.collectives import seconds
 from zoo.cost.hardware import Hardware
@@ -22,16 +23,14 @@ class EventError(ValueError):
     """Programs that cannot be run to their end."""
 
 
-@dataclass(frozen=True)
-class Compute:
+class Compute(NamedTuple):
     """So many seconds of this rank alone."""
 
     seconds: float
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """A rank's part of a communication begins; the rank goes on.
 
     Attributes:
@@ -50,18 +49,16 @@ class Start:
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Wait:
-    """The rank goes on when a communication that it began is over."""
+class Wait(NamedTuple):
+    """The rank goes on when communications that it began are over."""
 
-    key: Any
+    keys: tuple[Any, ...]
 
 
 Program = Sequence[Compute | Start | Wait]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Something on a rank, from when to when. ``stream`` is "" for computation, "wait" for waiting, else the stream's
     name."""
 
@@ -72,7 +69,10 @@ class Span:
     end_s: float
 
 
-@dataclass
+_NEVER: tuple[float, Any] = (0.0, None)
+
+
+@dataclass(slots=True)
 class _Communication:
     first: Start
     posted: dict[int, float] = field(default_factory=dict)
@@ -81,19 +81,23 @@ class _Communication:
     decided_by: int = -1  # the member that came last, or whose stream was busy the longest
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Timeline:
     """What comes of programs.
 
     Attributes:
-        ends_s: when each rank is through. spans: computations, waits and communications, by rank and time.
-        exposed_s: by rank, seconds of waiting by what was waited for.
+        ends_s: when each rank is through. computed: by rank, (from, to, name) of each computation.
+        exposed_s: by rank, seconds of waiting by what was waited for. wire_s: by rank, those of them in which something
+            that is waited for is under way; in the others it has not begun, because somebody is late.
     """
 
     ends_s: tuple[float, ...]
-    spans: tuple[Span, ...]
+    computed: tuple[Sequence[tuple[float, float, str]], ...]
     exposed_s: tuple[Mapping[str, float], ...]
-    _critical: tuple[Span, ...] = ()
+    wire_s: tuple[float, ...]
+    _waits: tuple[Sequence[Span], ...] = ()
+    _communications: Sequence[_Communication] = ()
+    _critical: Sequence[Span] = ()
 
     @property
     def makespan_s(self) -> float:
@@ -107,7 +111,19 @@ class Timeline:
 
     def critical_path(self) -> tuple[Span, ...]:
         """Computations and communications, one after the other, that the last rank's end follows from."""
-        return self._critical
+        return tuple(self._critical)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Computations, waits and communications, by rank and time."""
+        found: list[list[Span]] = [list(waits) for waits in self._waits]
+        for rank, computed in enumerate(self.computed):
+            found[rank] += [Span(rank, "", name, start, end) for start, end, name in computed]
+        for one in self._communications:
+            first = one.first
+            for m in first.members:
+                found[m].append(Span(m, str(first.stream), first.name or first.op, one.begin_s, one.end_s))
+        return tuple(span for of_rank in found for span in sorted(of_rank, key=lambda s: (s.start_s, s.end_s)))
 
     def critical_s(self) -> dict[str, float]:
         """Seconds of the critical path by name."""
@@ -189,9 +205,12 @@ class _Machine:
         self.queues: dict[tuple[int, Any], deque[Any]] = {}  # keys on a stream of a rank that are not over
         self.free: dict[tuple[int, Any], tuple[float, Any]] = {}  # when it is free, and after which key
         self.waiting: dict[Any, list[int]] = {}
-        self.spans: list[list[Span]] = [[] for _ in programs]
+        self.computed: list[list[tuple[float, float, str]]] = [[] for _ in programs]
+        self.waits: list[list[Span]] = [[] for _ in programs]
         self.exposed: list[dict[str, float]] = [{} for _ in programs]
-        self.causes: list[list[tuple[Span, Any]]] = [[] for _ in programs]  # what passed a rank's time; key of a wait
+        self.wire: list[list[float]] = [[] for _ in programs]
+        # What passed a rank's time: from, to, name of a computation, key of a wait.
+        self.causes: list[list[tuple[float, float, str, Any]]] = [[] for _ in programs]
         self.queued: dict[Any, Any] = {}  # of a key that waited for its stream: the key before it
 
     def run(self) -> None:
@@ -204,9 +223,9 @@ class _Machine:
             item = self.programs[stuck[0]][self.at[stuck[0]]]
             absent = ""
             if isinstance(item, Wait):
-                found = self.known[item.key]
+                found = next(f for f in map(self.known.__getitem__, item.keys) if math.isnan(f.end_s))
                 missing = [m for m in found.first.members if m not in found.posted]
-                absent = f": {found.first.op} {item.key!r} is not begun by {missing or 'those before it'}"
+                absent = f": {found.first.op} {found.first.key!r} is not begun by {missing or 'those before it'}"
             raise EventError(f"ranks {stuck[:9]} wait for ever; rank {stuck[0]} at number {self.at[stuck[0]]}{absent}.")
 
     def _advance(self, rank: int, ready: deque[int]) -> None:
@@ -225,9 +244,9 @@ class _Machine:
         if not 0 <= item.seconds < math.inf:
             raise EventError(f"rank {rank} computes for {item.seconds} s; it is a number of at least 0.")
         end = self.now[rank] + item.seconds * self.slower.get(rank, 1.0)
-        if end > self.now[rank]:
-            self.spans[rank].append(Span(rank, "", item.name, self.now[rank], end))
-            self.causes[rank].append((self.spans[rank][-1], None))
+        now = self.now[rank]
+        self.computed[rank].append((now, end, item.name))
+        self.causes[rank].append((now, end, item.name, None))
         self.now[rank] = end
 
     def _start(self, rank: int, item: Start, ready: deque[int]) -> None:
@@ -235,13 +254,14 @@ class _Machine:
         if found is None:
             found = self.known[item.key] = _Communication(item)
         first = found.first
-        if (item.op, item.members, item.stream) != (first.op, first.members, first.stream):
+        if item.op != first.op or item.members != first.members or item.stream != first.stream:
             raise EventError(f"rank {rank} begins {item.key!r} as {item}, another one as {first}.")
         if rank in found.posted or rank not in item.members:
             raise EventError(f"rank {rank} begins {item.key!r} twice, or is none of its members {item.members}.")
         found.posted[rank] = self.now[rank]
         self.queues.setdefault((rank, item.stream), deque()).append(item.key)
-        self._begin(item.key, ready)
+        if len(found.posted) == len(item.members):
+            self._begin(item.key, ready)
 
     def _begin(self, key: Any, ready: deque[int]) -> None:
         """Give a communication its time if all have come and it is the first on all streams; then those after it."""
@@ -253,11 +273,11 @@ class _Machine:
             if len(found.posted) < len(members) or any(self.queues[m, stream][0] != key for m in members):
                 continue
             last, begin, after = -1, -1.0, None
-            for m in members:
-                free, before = self.free.get((m, stream), (0.0, None))
-                when = max(found.posted[m], free)
-                if when > begin:
-                    last, begin, after = m, when, before if free > found.posted[m] else None
+            for m, posted in found.posted.items():
+                free, before = self.free.get((m, stream), _NEVER)
+                when = free if free > posted else posted
+                if when > begin or (when == begin and m < last):
+                    last, begin, after = m, when, before if free > posted else None
             cost = self.cost(found.first)
             if not 0 <= cost < math.inf:
                 raise EventError(f"{found.first.op} {key!r} costs {cost} s; a cost is a number of at least 0.")
@@ -269,28 +289,40 @@ class _Machine:
                 queue.popleft()
                 if queue:
                     waiting.append(queue[0])
-                self.spans[m].append(Span(m, str(stream), found.first.name or found.first.op, begin, found.end_s))
             ready.extend(self.waiting.pop(key, ()))
 
     def _wait(self, rank: int, item: Wait) -> bool:
-        found = self.known.get(item.key)
-        if found is None or rank not in found.posted:
-            raise EventError(f"rank {rank} waits for {item.key!r}, which it did not begin.")
-        if math.isnan(found.end_s):
-            self.waiting.setdefault(item.key, []).append(rank)
-            return False
-        if found.end_s > self.now[rank]:
-            name = found.first.name or found.first.op
-            self.spans[rank].append(Span(rank, "wait", name, self.now[rank], found.end_s))
-            self.causes[rank].append((self.spans[rank][-1], item.key))
-            self.exposed[rank][name] = self.exposed[rank].get(name, 0.0) + found.end_s - self.now[rank]
-            self.now[rank] = found.end_s
+        awaited = []
+        for key in item.keys:
+            found = self.known.get(key)
+            if found is None or rank not in found.posted:
+                raise EventError(f"rank {rank} waits for {key!r}, which it did not begin.")
+            if math.isnan(found.end_s):
+                self.waiting.setdefault(key, []).append(rank)
+                return False
+            awaited.append((found.begin_s, found.end_s, key))
+        now, end = self.now[rank], max((end for _, end, _ in awaited), default=0.0)
+        if end <= now:
+            return True
+        covered = now
+        for begin, over, _ in sorted(awaited, key=lambda one: one[:2]):
+            if over > covered:
+                self.wire[rank].append(over - max(begin, covered))
+                covered = over
+        last = next(key for _, over, key in awaited if over == end)
+        first = self.known[last].first
+        name = first.name or first.op
+        self.waits[rank].append(Span(rank, "wait", name, now, end))
+        self.causes[rank].append((now, end, name, last))
+        self.exposed[rank][name] = self.exposed[rank].get(name, 0.0) + end - now
+        self.now[rank] = end
         return True
 
     def timeline(self) -> Timeline:
-        spans = [span for of_rank in self.spans for span in sorted(of_rank, key=lambda s: (s.start_s, s.end_s))]
         return Timeline(
-            ends_s=tuple(self.now), spans=tuple(spans), exposed_s=tuple(self.exposed), _critical=self._path()
+            ends_s=tuple(self.now), computed=tuple(self.computed), exposed_s=tuple(self.exposed),
+            wire_s=tuple(map(math.fsum, self.wire)), _waits=tuple(self.waits), _critical=self._path(),
+            _communications=[one for one in self.known.values() if not math.isnan(one.end_s)],
         )  # fmt: skip
 
     def _path(self) -> tuple[Span, ...]:
@@ -302,15 +334,15 @@ class _Machine:
         places = [len(causes) for causes in self.causes]
         while True:
             causes, place = self.causes[rank], places[rank]
-            while place and causes[place - 1][0].end_s > at:
+            while place and causes[place - 1][1] > at:
                 place -= 1
             places[rank] = place - 1
             if place == 0:
                 break
-            span, key = causes[place - 1]
+            start, end, name, key = causes[place - 1]
             if key is None:
-                found.append(span)
-                at = span.start_s
+                found.append(Span(rank, "", name, start, end))
+                at = start
                 continue
             while key is not None:  # a communication, and those before it on the stream that held it up
                 one = self.known[key]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
-from zoo.pipe.lowering import Program, Step, Transfer, lower, message_of
+from zoo.cost.events import Compute, EventError, Start, Wait, simulate_events
+from zoo.pipe.lowering import Program, Transfer, What, lower, message_of
 from zoo.pipe.schedules.placing import needs
 from zoo.pipe.schedules.table import Computation, Kind, ScheduleError, Table
 
 __all__ = ["Costs", "Simulation", "Span", "read_spans", "simulate", "write_spans"]
 
 PerStage = float | Sequence[float]
-Channel = tuple[int, int]
 _BY_STAGE = ("forward_s", "input_s", "weight_s", "backward_s", "activation_bytes", "kept_bytes")
 
 
@@ -67,19 +67,21 @@ class Costs:
 
     def seconds(self, c: Computation) -> float:
         """Of a computation."""
-        if c.kind is Kind.BACKWARD and self.backward_s is None:
-            return _of(self.input_s, c.stage) + _of(self.weight_s, c.stage)
-        costs = {
-            Kind.FORWARD: self.forward_s, Kind.BACKWARD: self.backward_s, Kind.INPUT: self.input_s,
-            Kind.WEIGHT: self.weight_s,
-        }  # fmt: skip
-        found = costs[c.kind]
-        return _of(0.0 if found is None else found, c.stage)
+        kind, stage = c.kind, c.stage
+        if kind is Kind.FORWARD:
+            return _of(self.forward_s, stage)
+        if kind is Kind.BACKWARD:
+            whole = self.backward_s
+            return _of(self.input_s, stage) + _of(self.weight_s, stage) if whole is None else _of(whole, stage)
+        return _of(self.input_s if kind is Kind.INPUT else self.weight_s, stage)
 
-    def transfer_s(self, t: Transfer) -> float:
-        """Of a message: latency + bytes / bandwidth. The gradient for stage s is as large as what stage s sent."""
-        sender = t.stage if t.what == "activation" else t.stage - 1
-        return self.latency_s + _of(self.activation_bytes, sender) / self.bytes_per_s
+    def message_bytes(self, t: Transfer) -> float:
+        """Of a message. The gradient for stage s is as large as what stage s sent."""
+        return _of(self.activation_bytes, t.stage if t.what == "activation" else t.stage - 1)
+
+    def message_s(self, start: Start) -> float:
+        """Of a message: latency + bytes / bandwidth."""
+        return self.latency_s + start.num_bytes / self.bytes_per_s
 
     def check(self, num_stages: int) -> None:
         """Raise ValueError where there are numbers for another number of stages."""
@@ -90,7 +92,7 @@ class Costs:
 
 
 def _of(value: PerStage, stage: int) -> float:
-    return float(value[stage] if isinstance(value, Sequence) else value)
+    return value if type(value) is float else float(value[stage] if isinstance(value, Sequence) else value)
 
 
 @dataclass(frozen=True)
@@ -148,120 +150,63 @@ def simulate(table: Table, costs: Costs | None = None, *, programs: Sequence[Pro
     """
     costs = costs if costs is not None else Costs()
     costs.check(table.num_stages)
-    machine = _Machine(table, costs, lower(table) if programs is None else programs)
-    machine.run()
-    spans = tuple(sorted(machine.spans, key=lambda s: (s.rank, s.start_s, s.end_s)))
+    lowered = lower(table) if programs is None else programs
+    try:
+        found = simulate_events(programs_of(table, costs, lowered), costs.message_s)
+    except EventError as error:
+        raise ScheduleError(f"{table.name}: {error} zoo.pipe.validate says more.") from error
+    spans = []
+    for rank, program in enumerate(lowered):
+        computed = (step.computation for step in program if step.computation is not None)
+        timed = found.computed[rank]
+        spans += [Span(rank, c, start, end) for c, (start, end, _) in zip(computed, timed, strict=True)]
     ranks = range(table.num_ranks)
     return Simulation(
         table=table,
-        spans=spans,
-        makespan_s=max(machine.now),
-        exposed_s=tuple(math.fsum(exposed) for exposed in machine.exposed),
+        spans=tuple(sorted(spans, key=lambda s: (s.rank, s.start_s, s.end_s))),
+        makespan_s=found.makespan_s,
+        exposed_s=found.wire_s,
         peak_bytes=tuple(_peak(table.order(rank), costs) for rank in ranks),
         busy_s=tuple(math.fsum(costs.seconds(c) for c in table.order(rank)) for rank in ranks),
     )
 
 
-@dataclass
-class _UnderWay:
-    """A message: when each side came to it, and when it was on the wire."""
-
-    posted_s: dict[bool, float]
-    begin_s: float = math.nan
-    end_s: float = math.nan
+_NAME = {kind: kind.value for kind in Kind}
 
 
-class _Machine:
-    def __init__(self, table: Table, costs: Costs, programs: Sequence[Program]) -> None:
-        self.table, self.costs, self.programs = table, costs, programs
-        self.now = [0.0] * table.num_ranks
-        self.at = [0] * table.num_ranks
-        self.computed = [False] * table.num_ranks
-        """Whether the computation of the step is done, and its transfers are posted."""
-        self.messages: dict[tuple[str, int, int], _UnderWay] = {}
-        # The sides that must have come to a message before it goes: True is the sender.
-        self.needed = {True} if costs.overlapped and costs.receives_ahead else {True, False}
-        # The messages of each channel in the order in which they go, and how many have ended.
-        self.channel: dict[Channel, list[Transfer]] = {}
-        self.through: dict[Channel, int] = {}
-        self.free_s: dict[Channel, float] = {}
-        for rank, program in enumerate(programs):
-            for step in program:
-                for t in step.transfers:
-                    if t.sends:
-                        self.channel.setdefault((rank, t.peer), []).append(t)
-        self.spans: list[Span] = []
-        self.exposed: list[list[float]] = [[] for _ in programs]
+def programs_of(table: Table, costs: Costs, programs: Sequence[Program]) -> list[list[Compute | Start | Wait]]:
+    """What each rank computes, begins and waits for, in the words of :mod:`zoo.cost.events`."""
+    ahead = costs.overlapped and costs.receives_ahead
+    found = []
+    for rank, program in enumerate(programs):
+        items: list[Compute | Start | Wait] = []
+        if ahead:  # receives are there before anything is
+            items += [_start(t, rank, costs) for step in program for t in step.transfers if not t.sends]
+        for step in program:
+            if step.computation is not None:
+                awaited = tuple(_awaited(table, rank, step.computation))
+                items += [Wait(awaited)] * bool(awaited)
+                items.append(Compute(costs.seconds(step.computation), _NAME[step.computation.kind]))
+            items += [_start(t, rank, costs) for t in step.transfers if t.sends or not ahead]
+            if not costs.overlapped and step.transfers:
+                items.append(Wait(tuple(t.message for t in step.transfers)))
+        found.append(items)
+    return found
 
-    def run(self) -> None:
-        moved = True
-        while moved:
-            moved = False
-            for rank, program in enumerate(self.programs):
-                while self.at[rank] < len(program) and self._advance(rank, program[self.at[rank]]):
-                    moved = True
-        stuck = [rank for rank, program in enumerate(self.programs) if self.at[rank] < len(program)]
-        if stuck:
-            raise ScheduleError(f"{self.table.name}: the ranks {stuck} wait for ever; zoo.pipe.validate says for what.")
 
-    def _advance(self, rank: int, step: Step) -> bool:
-        """As far into a step as can be; True when something was done."""
-        moved = False
-        if not self.computed[rank]:
-            if step.computation is not None and not self._compute(rank, step.computation):
-                return False
-            for t in step.transfers:
-                found = self.messages.setdefault(t.message, _UnderWay({}))
-                found.posted_s[t.sends] = self.now[rank]
-                self._move((rank, t.peer) if t.sends else (t.peer, rank))
-            self.computed[rank], moved = True, True
-        if not self.costs.overlapped:
-            batch = [self.messages[t.message] for t in step.transfers]
-            if any(math.isnan(message.end_s) for message in batch):
-                return moved
-            self._wait(rank, batch)
-        self.at[rank] += 1
-        self.computed[rank] = False
-        return True
+def _start(t: Transfer, rank: int, costs: Costs) -> Start:
+    """Messages from one rank to another go one after the other."""
+    channel = (rank, t.peer) if t.sends else (t.peer, rank)
+    members = (min(channel), max(channel))
+    return Start(t.message, members, channel, "send", costs.message_bytes(t), 0, t.what)
 
-    def _move(self, channel: Channel) -> None:
-        """Begin the messages of a channel that both sides have come to, in order."""
-        queue = self.channel.get(channel, [])
-        while (k := self.through.get(channel, 0)) < len(queue):
-            message = self.messages.get(queue[k].message)
-            if message is None or (self.needed - message.posted_s.keys()):
-                return
-            posted = [message.posted_s[sends] for sends in self.needed]
-            message.begin_s = max(*posted, self.free_s.get(channel, 0.0))
-            message.end_s = self.free_s[channel] = message.begin_s + self.costs.transfer_s(queue[k])
-            self.through[channel] = k + 1
 
-    def _compute(self, rank: int, c: Computation) -> bool:
-        awaited = []
-        for alternatives in needs(c, self.table.num_stages):
-            message = message_of(alternatives[0], self.table.num_stages)
-            if message is None or self.table.rank_of[alternatives[0].stage] == rank:
-                continue  # computed here, earlier in the order
-            under_way = self.messages.get(message)
-            if under_way is None or math.isnan(under_way.end_s):
-                return False
-            awaited.append(under_way)
-        self._wait(rank, awaited)
-        end = self.now[rank] + self.costs.seconds(c)
-        self.spans.append(Span(rank, c, self.now[rank], end))
-        self.now[rank] = end
-        return True
-
-    def _wait(self, rank: int, messages: Sequence[_UnderWay]) -> None:
-        start = self.now[rank]
-        until = max([start, *(message.end_s for message in messages)])
-        # The part of the wait in which at least one of them is on the wire.
-        covered = start
-        for begin, end in sorted((message.begin_s, message.end_s) for message in messages):
-            if end > covered:
-                self.exposed[rank].append(end - max(begin, covered))
-                covered = end
-        self.now[rank] = until
+def _awaited(table: Table, rank: int, c: Computation) -> Iterator[tuple[What, int, int]]:
+    """The messages that a computation needs. What is computed on its rank, was so earlier in the order."""
+    for alternatives in needs(c, table.num_stages):
+        message = message_of(alternatives[0], table.num_stages)
+        if message is not None and table.rank_of[alternatives[0].stage] != rank:
+            yield message
 
 
 def _peak(order: Sequence[Computation], costs: Costs) -> float:

@@ -108,6 +108,9 @@ class _Started:
         self.told = call.told
 
     def item(self) -> Start | Wait:
+        return self._start()
+
+    def _start(self) -> Start:
         if self.told.start is None:
             raise ValueError("a communication of this run never happened.")
         return self.told.start
@@ -117,7 +120,7 @@ class _Waited(_Started):
     __slots__ = ()
 
     def item(self) -> Start | Wait:
-        return Wait(super().item().key)
+        return Wait((self._start().key,))
 
 
 def _happened(item: Any) -> bool:
