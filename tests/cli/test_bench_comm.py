@@ -213,6 +213,26 @@ def test_a_rank_that_fails_ends_all_with_its_reason() -> None:
     assert time.monotonic() - begun < 30
 
 
+def test_a_rank_that_lost_a_peer_is_not_the_one_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ranks._failed
+    monkeypatch.setattr(ranks, "_failed", lambda started, end: after_all(real, started, end))
+    lost = program("sys.exit('zoo: rank 0: RankFailedError: rank 1 failed: MemoryError')")
+    fails = program("sys.exit('zoo: rank 1: MemoryError: no room')")
+    for commands, words in (
+        ([lost, fails], "^rank 1: MemoryError: no room$"),
+        ([lost, program("")], "^rank 0: RankFailedError: rank 1 failed"),
+    ):
+        with pytest.raises(RanksError, match=words):
+            run_ranks(commands, timeout_s=60)
+
+
+def after_all(real: Any, started: Any, end: float) -> Any:
+    """Look when all have ended: two that fail at one time."""
+    for process in started:
+        process.wait(30)
+    return real(started, end)
+
+
 def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     text = f"open({str(tmp_path)!r} + '/' + rank, 'w').write(' '.join(os.environ[name] for name in {names}))"
@@ -326,6 +346,19 @@ def test_the_others_hear_which_rank_failed_and_why() -> None:
     assert found[1] == "failed"
     assert "no room for the buffer" in found[0]
     assert "rank 1" in found[0]
+
+
+@pytest.mark.slow
+def test_a_real_rank_that_fails_alone_ends_the_measurement(tmp_path: Path) -> None:
+    fine = Settings(sizes=(64,), seconds=2.0, device="cpu").to_json()
+    wrong = fine.replace('"cpu"', '"abacus"')
+    commands = [
+        [sys.executable, "-m", "zoo.cli.bench.on_a_rank", settings, str(tmp_path / "found.json")]
+        for settings in (fine, wrong)
+    ]
+    with pytest.raises(RanksError, match=r"^rank 1: device = 'abacus'; allowed are auto, cpu, cuda\.$"):
+        run_ranks(commands, timeout_s=120)
+    assert not (tmp_path / "found.json").exists()
 
 
 @pytest.mark.slow

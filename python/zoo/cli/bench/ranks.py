@@ -18,6 +18,7 @@ from zoo.cli.bench.collectives import Measured, Settings
 
 _PATIENCE_S = 5.0
 _SLACK_S = 120.0
+_OF_PEERS = ("RankFailedError", "a peer is gone")  # in the words of a rank that has not failed by itself
 MOST = 64
 
 
@@ -46,7 +47,7 @@ def run_ranks(commands: Sequence[Sequence[str]], *, timeout_s: float) -> None:
 
     Raises:
         RanksError: a rank did not end with 0, or all of them not in time: with what that rank, the first that failed,
-            wrote to its error output. The others get some seconds to notice, and are ended.
+            wrote to its error output; the others are ended.
     """
     size, end = len(commands), time.monotonic() + timeout_s
     shared = {
@@ -63,27 +64,27 @@ def run_ranks(commands: Sequence[Sequence[str]], *, timeout_s: float) -> None:
             process = subprocess.Popen(command, env=mine, stdin=subprocess.DEVNULL, stdout=told, stderr=told, text=True)
             stack.callback(_end, process)
             started.append((process, told))
-        failed = _first_that_failed([process for process, _ in started], end)
+        failed = _failed([process for process, _ in started], end)
         if failed is None:
-            return
-        if failed < 0:
             raise RanksError(f"{size} ranks have not ended in {timeout_s:.0f} s; they are ended now.")
-        process, told_by = started[failed]
-        told_by.seek(0)
-        raise RanksError(_reason(failed, process.returncode, told_by.read()))
+        said = []
+        for rank in failed:
+            process, told_by = started[rank]
+            told_by.seek(0)
+            said.append(_reason(rank, process.returncode, told_by.read()))
+    if said:  # of ranks that lost a peer only where nobody says why
+        raise RanksError(next((text for text in said if not any(sign in text for sign in _OF_PEERS)), said[0]))
 
 
-def _first_that_failed(processes: Sequence[subprocess.Popen[str]], end: float) -> int | None:
-    """The rank that failed first; −1 if they have not ended in time; None if all ended well."""
+def _failed(processes: Sequence[subprocess.Popen[str]], end: float) -> list[int] | None:
+    """The ranks that had failed at the first look that found any; [] if all ended well, None if not in time."""
     while True:
         codes = [process.poll() for process in processes]
-        failed = next((rank for rank, code in enumerate(codes) if code), None)
-        if failed is not None:
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed or all(code == 0 for code in codes):
             return failed
-        if all(code == 0 for code in codes):
-            return None
         if time.monotonic() > end:
-            return -1
+            return None
         time.sleep(0.02)
 
 
