@@ -20,6 +20,7 @@ from zoo.cli.io import app as io_app
 from zoo.cli.pipe import app as pipe_app
 from zoo.cli.run import run
 from zoo.cli.tensor import app as tensor_app
+from zoo.cli.tune import tune
 
 
 class _Commands(TyperGroup):
@@ -65,9 +66,10 @@ app.add_typer(pipe_app, name="pipe")
 app.add_typer(tensor_app, name="tensor")
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(doctor)
+app.command()(tune)
 
 
-def _file_or_example(given: Path) -> Path:
+def file_or_example(given: Path) -> Path:
     """The file itself, or that of the example of this name where there is no such file."""
     from zoo import examples
 
@@ -78,7 +80,7 @@ Path_ = Annotated[
     Path,
     typer.Argument(
         metavar="CONFIG",
-        callback=_file_or_example,
+        callback=file_or_example,
         help="A .json, .yaml or .yml file, or the name of an example that comes with zoo, such as byte_lm.",
     ),
 ]

@@ -95,13 +95,6 @@ SECTIONS: dict[str, Fate] = {
         loss_scale=setting(None, (float, str)), cast_model_outputs=PATH, num_losses=1, verbosity=1,
         min_loss_scale=setting(None, float), max_loss_scale=setting(None, float),
     ),
-    "autotuning": _switched(
-        "the autotuner", results_dir="autotuning_results", exps_dir="autotuning_exps", overwrite=False,
-        metric="throughput", metric_path=PATH, start_profile_step=3, end_profile_step=5, fast=True,
-        max_train_batch_size=NUMBER, min_train_batch_size=1, max_train_micro_batch_size_per_gpu=NUMBER,
-        min_train_micro_batch_size_per_gpu=1, mp_size=1, num_tuning_micro_batch_sizes=3, tuner_type="model_based",
-        tuner_early_stopping=5, tuner_num_trials=50, arg_mappings={}, model_info={}, model_info_path=PATH,
-    ),
     "compression_training": waits(
         "compression",
         keys={

@@ -39,6 +39,7 @@ CORE: dict[str, dict[str, str]] = {
     "config_section": {
         "activation_checkpointing": "zoo.activation_checkpointing.config:ActivationCheckpointingConfig",
         "aio": "zoo.io.config:AioConfig",
+        "autotuning": "zoo.tuning.config:AutotuningConfig",
         "checkpoint": "zoo.checkpointing.config:CheckpointConfig",
         "comet": "zoo.monitor.comet:CometSection",
         "compile": "zoo.compile.config:CompileConfig",

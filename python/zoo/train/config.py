@@ -13,6 +13,7 @@ from zoo.registry import DEFAULT, Registry
 
 if TYPE_CHECKING:
     from zoo.config import Config
+    from zoo.config.document import Document
 
 STEPS_OF_SCHEDULE = "scheduler.params.total_num_steps"
 
@@ -88,6 +89,13 @@ def read_config(
         ConfigError: everything that is wrong with it.
         FileNotFoundError: no such file.
     """
+    return read_document(source, overrides, registry=registry).load()
+
+
+def read_document(
+    source: str | Path | Mapping[str, Any], overrides: Iterable[str] = (), *, registry: Registry = DEFAULT
+) -> Document:
+    """The same before its values are validated, for whoever changes some of them."""
     document = read(source, overrides=tuple(overrides), registry=registry)
     section = document.values.get("train")
     if not isinstance(section, Mapping):
@@ -95,5 +103,5 @@ def read_config(
             ['train: missing; say what to train, such as {"task": {"type": "byte_lm"}, "steps": 100}'], document.where
         )
     if STEPS_OF_SCHEDULE in document.auto_paths() and section.get("steps") is not None:
-        document = document.resolve_auto({STEPS_OF_SCHEDULE: section["steps"]})
-    return document.load()
+        return document.resolve_auto({STEPS_OF_SCHEDULE: section["steps"]})
+    return document

@@ -1,0 +1,57 @@
+"""What a trial came to."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+from zoo.tuning.space import Candidate
+
+__all__ = ["Outcome", "Runner", "Status", "representative"]
+
+Status = Literal["measured", "memory", "timeout", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one trial. A failure is a result: ``why`` says what it was.
+
+    Attributes:
+        step_s: seconds of a step; None where it was not measured.
+        peak_bytes: the most resident memory of each rank.
+        took_s: seconds that the trial cost, with starting its processes.
+    """
+
+    status: Status
+    why: str = ""
+    step_s: float | None = None
+    steps_s: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+    took_s: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Outcome:
+        """What :meth:`to_dict` gave."""
+        return cls(**{**values, "steps_s": tuple(values["steps_s"]), "peak_bytes": tuple(values["peak_bytes"])})
+
+
+class Runner(Protocol):
+    """Runs trials: the search calls it, one candidate after the other."""
+
+    def run(self, number: int, candidate: Candidate, timeout_s: float) -> Outcome:
+        """Measure a candidate. Whatever befalls it is an outcome; only the user's interrupt is raised."""
+
+
+def representative(seconds: Sequence[float]) -> float:
+    """The mean of the fastest quarter of the steps: on a machine that others use too, slow ones tell of them."""
+    ordered = sorted(seconds)
+    if not ordered or not all(math.isfinite(s) and s >= 0 for s in ordered):
+        raise ValueError(f"the seconds of steps are {list(seconds)}; there is at least one, and none is negative.")
+    return statistics.fmean(ordered[: -(-len(ordered) // 4)])

@@ -1,0 +1,89 @@
+"""What candidates there are."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.profiles import examples
+from tests.tuning.fakes import BASE, job
+
+from zoo.tuning import Candidate, SpaceError, candidates
+from zoo.tuning.space import divisors, meshes
+
+
+@examples(times=5)
+@given(st.integers(1, 8), st.integers(1, 24), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_every_candidate_keeps_the_batch_and_the_ranks_and_none_is_there_twice(
+    ranks: int, per_rank: int, tensor: bool, pipe: bool, blocks: bool, fast: bool
+) -> None:
+    base = Candidate(stage=1, micro=per_rank, accumulation=1, mesh=(1, ranks, 1))
+    made = job(ranks=ranks, batch=ranks * per_rank, base=base, tensor=tensor, pipe=pipe, blocks=blocks, fast=fast)
+    found = candidates(made)
+    assert len(set(found)) == len(found)
+    assert base in found or (fast and per_rank not in divisors(per_rank)[-3:])
+    for c in found:
+        assert c.micro * c.accumulation * c.data == made.batch
+        assert math.prod(c.mesh) == ranks
+        assert c.tensor == 1 or tensor
+        assert c.pipe == 1 or pipe
+        assert not c.checkpointing or blocks
+        assert bool(c.schedule) == (c.pipe > 1)
+    if not fast:
+        assert {c.mesh for c in found if c.pipe == c.tensor == 1} == {(1, ranks, 1)}
+        assert {c.micro for c in found if c.data == ranks} == set(divisors(per_rank))
+
+
+@given(st.integers(1, 64))
+def test_meshes_are_all_factorisations(ranks: int) -> None:
+    brute = {
+        (p, d, t) for p in range(1, ranks + 1) for d in divisors(ranks) for t in divisors(ranks) if p * d * t == ranks
+    }
+    assert set(meshes(ranks)) == brute
+    assert meshes(ranks)[0] == (1, ranks, 1)
+
+
+def test_a_candidate_comes_back_from_json() -> None:
+    for c in candidates(job(tensor=True, pipe=True, space={"optimizer.params.lr": [0.1, 0.2]})):
+        assert Candidate.from_dict(json.loads(json.dumps(c.to_dict()))) == c
+
+
+def test_what_makes_no_difference_is_not_varied() -> None:
+    found = candidates(job(tensor=True, pipe=True))
+    assert {c.bucket for c in found if c.data == 1} == {0}
+    assert len({c.bucket for c in found if c.data == 2}) == 3
+    assert {c.schedule for c in found if c.pipe == 2 and c.accumulation == 1} == {"1f1b"}
+    assert {c.offload for c in found} == {"none"}  # one memory on the CPU, and no folder for NVMe
+    assert {c.offload for c in candidates(job(device="cuda", nvme="/nvme")) if c.stage} == {"none", "cpu", "nvme"}
+
+
+def test_the_section_names_values_dimensions_and_paths() -> None:
+    found = candidates(job(space={"stage": [2], "micro": [1, 3], "mesh": [{"data": 2}], "optimizer.params.lr": [1, 2]}))
+    assert {(c.stage, c.micro, c.mesh) for c in found} == {(2, 1, (1, 2, 1))}
+    assert {c.extra for c in found} == {(("optimizer.params.lr", "1"),), (("optimizer.params.lr", "2"),)}
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({"stages": [1]}, r"autotuning\.space\.stages: no such dimension.*Did you mean stage\?"),
+        ({"stage": [4]}, r"autotuning\.space\.stage has 4; it is 0, 1, 2 or 3"),
+        ({"micro": [0]}, "a number of samples"),
+        ({"mesh": [{"data": 3}]}, "whose product is the number of ranks, 2"),
+        ({"mesh": [{"expert": 2}]}, "of pipe, data, tensor"),
+        ({"offload": ["nvme"]}, "nvme_path"),
+        ({"checkpointing": [1]}, "true or false"),
+        ({"micro": [3]}, "there is no candidate"),
+    ],
+)
+def test_what_cannot_be_searched_is_named(space: dict[str, object], said: str) -> None:
+    with pytest.raises(SpaceError, match=said):
+        candidates(job(space=space))
+
+
+def test_the_first_candidate_is_what_the_configuration_says() -> None:
+    assert candidates(job())[0] == BASE
+    assert BASE not in candidates(job(space={"stage": [3]}))
