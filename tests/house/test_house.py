@@ -101,9 +101,9 @@ def test_the_contracts_catch_what_they_forbid(tmp_path: Path) -> None:
     files = {
         "zoo/layout/__init__.py": "",
         "zoo/layout/bad.py": "import torch\nimport zoo.io\n",
-        "zoo/profiling/bad.py": "import zoo.autotuning\n",
+        "zoo/profiling/bad.py": "import zoo.monitor\n",
         "zoo/profiling/__init__.py": "",
-        "zoo/autotuning/__init__.py": "import zoo.moe\n",
+        "zoo/tuning/__init__.py": "import zoo.moe\n",
         "zoo/shard/__init__.py": "",
         "zoo/shard/bad.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import zoo.zero.optimizer\n",
     }
@@ -119,8 +119,8 @@ def test_the_contracts_catch_what_they_forbid(tmp_path: Path) -> None:
     assert result.returncode == 1, result.stdout + result.stderr
     for importer, imported in (
         ("layout", "zoo.io"),
-        ("profiling", "zoo.autotuning"),
-        ("autotuning", "zoo.moe"),
+        ("profiling", "zoo.monitor"),
+        ("tuning", "zoo.moe"),
         ("shard", "zoo.zero"),
     ):
         assert f"zoo.{importer} is not allowed to import {imported}" in result.stdout

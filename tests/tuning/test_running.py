@@ -116,7 +116,7 @@ def test_two_ranks_are_measured_and_the_best_is_a_configuration_that_trains(tmp_
 def test_every_trial_fails_with_its_reason(tmp_path: Path, fault: str, status: str, why: str) -> None:
     with pytest.raises(NothingRanError, match=why):
         searched(tmp_path, ranks=2, params={"fault": fault}, timeout_s=3.0 if fault == "hangs" else 60.0,
-                 space={"stage": [0], "micro": [4, 2]})  # fmt: skip
+                 space={"stage": [0], "micro": [4, 2], "mesh": [{"data": 2}]})  # fmt: skip
     events = read(tmp_path / "results" / "journal.jsonl")
     outcomes = [event["outcome"] for event in events if event["event"] == "end"]
     assert outcomes

@@ -117,6 +117,15 @@ def test_every_trial_failing_ends_soon_with_the_reason(tmp_path: Path) -> None:
     assert summary(found)["best"] is None
 
 
+def test_failures_of_several_kinds_end_it_before_everything_was_tried(tmp_path: Path) -> None:
+    made = job(batch=16, tensor=True, pipe=True)
+    runner = FakeRunner(fails=lambda c: BROKEN if c.pipe > 1 else Outcome(status="memory", why=f"none for {c.micro}"))
+    found = search(tmp_path, runner, of=made)
+    assert found.best is None
+    assert 3 <= len(runner.ran) <= 8
+    assert "in common what failed" in found.stopped
+
+
 @pytest.mark.parametrize(
     ("options", "ran", "said"),
     [

@@ -182,6 +182,8 @@ class Search:
         return ""
 
     def _nothing_left(self, candidates: Sequence[Candidate]) -> str:
+        if candidates and self.found.best is None:
+            return f"{len(self.found.trials)} trials failed, and the others have in common what failed"
         if candidates:
             return "no further candidate is likely to be faster"
         return "every candidate has been run" if self.found.trials else "no candidate can run"
@@ -193,13 +195,16 @@ class Search:
 
     def _modelled(self, candidates: Sequence[Candidate]) -> Candidate | None:
         trials = self.found.trials
-        likely = [c for c in candidates if not self._doubtful(c)] or list(candidates)
+        hopeful = [c for c in candidates if not self._doubtful(c)]
+        likely = hopeful or list(candidates)
         best = self.found.best
         if best is None or best.outcome.step_s is None:
+            if not hopeful and len(trials) >= SAME_FAILURES:
+                return None
             if self.job.base in likely:
                 return self.job.base
             short = any(t.outcome.status == "memory" for t in trials)
-            return min(likely, key=lambda c: self.needs[c].job_bytes) if short else likely[0]
+            return min(likely, key=self._likely_bytes) if short else likely[0]
         hopes = {c: self.found.predictions[c].hopeful for c in likely}
         least = min(hopes.values())
         if least >= best.outcome.step_s:
@@ -209,12 +214,17 @@ class Search:
             return alike[0]
         return self._proposals.choose(alike, [(t.candidate, t.outcome.step_s) for t in trials])
 
+    def _likely_bytes(self, candidate: Candidate) -> int:
+        """What it may take; not the lower bound, which is alike for many."""
+        need = self.needs[candidate]
+        return need.state_bytes + need.activation_bytes * candidate.data
+
     def _doubtful(self, candidate: Candidate) -> bool:
         """Whether it has something with which trials have failed and none has succeeded, or needs more memory than one
         that had too little. Such candidates wait until there are no others."""
         trials = self.found.trials
-        short = [self.needs[t.candidate].job_bytes for t in trials if t.outcome.status == "memory"]
-        if short and self.needs[candidate].job_bytes >= min(short):
+        short = [self._likely_bytes(t.candidate) for t in trials if t.outcome.status == "memory"]
+        if short and self._likely_bytes(candidate) >= min(short):
             return True
         failed = {trait for t in trials if t.outcome.status in ("failed", "timeout") for trait in _traits(t.candidate)}
         worked = {trait for t in trials if t.outcome.status == "measured" for trait in _traits(t.candidate)}

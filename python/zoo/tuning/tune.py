@@ -149,8 +149,8 @@ def _search(
     say(f"stopped: {search.found.stopped}")
     if search.found.best is None:
         raise NothingRanError(
-            f"nothing was measured: {search.found.stopped}. {_reasons(search.found)} What each trial said is in "
-            f"{folder / NAME}, their logs are in {trials}."
+            f"nothing was measured: {search.found.stopped.rstrip('.')}. {_reasons(search.found)}What each trial said "
+            f"is in {folder / NAME}, their logs are in {trials}."
         )
     say(f"the best configuration is in {folder / 'best.json'}; zoo train takes it")
     return search.found
@@ -169,8 +169,9 @@ def _introduce(search: Search, needs: Needs, asked: _Asked, say: Say) -> None:
 
 
 def _reasons(found: Found) -> str:
-    whys = list(dict.fromkeys([*(t.outcome.why for t in found.trials), *found.rejected.values()]))
-    return f"Why: {'; '.join(whys[:3])}." if whys else ""
+    whys = dict.fromkeys([*(t.outcome.why for t in found.trials), *found.rejected.values()])
+    more = [why for why in whys if why not in found.stopped]
+    return f"Why: {'; '.join(more[:3])}. " if more else ""
 
 
 def _space(section: AutotuningConfig, document: Document, ranks: int) -> dict[str, list[Any]]:
