@@ -103,7 +103,8 @@ def test_the_contracts_catch_what_they_forbid(tmp_path: Path) -> None:
         "zoo/layout/bad.py": "import torch\nimport zoo.io\n",
         "zoo/profiling/bad.py": "import zoo.monitor\n",
         "zoo/profiling/__init__.py": "",
-        "zoo/tuning/__init__.py": "import zoo.moe\n",
+        "zoo/tuning/__init__.py": "",
+        "zoo/tuning/bad.py": "import zoo.moe\n",
         "zoo/shard/__init__.py": "",
         "zoo/shard/bad.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import zoo.zero.optimizer\n",
     }
