@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zoo import sim
 from zoo.compile import compile_whole, register_compile_pass
-from zoo.zero import ZeroOptimizer
+from zoo.compile.capture import NotWholeError
+from zoo.zero import ZeroOptimizer, register_external_parameter, unregister_external_parameter
 
 WIDTH = 4
 
@@ -170,6 +171,143 @@ def test_what_no_graph_can_do_is_said() -> None:
         torch.autograd.grad(model(x)[1].sum(), x, create_graph=True)
     optimizer.zero_grad()
     step_of(model, optimizer, 0)
+
+
+class Keeps(Two):
+    """It keeps what it has computed."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.kept = []
+        found = super().forward(x)
+        self.kept += found
+        return found
+
+
+class Passes(nn.Module):
+    """A layer that returns what it is given, one that runs without gradients, one whose result nobody uses, and one
+    that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(Layer(i) for i in range(6))
+        self.layers[5].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> tuple[None, torch.Tensor]:
+        x = self.layers[1](self.layers[0](x))
+        with torch.no_grad():
+            shift = self.layers[2](x)
+        self.layers[3](x)
+        return None, self.layers[5](self.layers[4](x) + shift)
+
+
+class Layer(nn.Linear):
+    def __init__(self, number: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.number == 1 else torch.tanh(super().forward(x))
+
+
+class Outside(Two):
+    """It reads a parameter of a layer in another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = Reads(self.first)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(self.reader(torch.tanh(self.first(x))))
+
+
+class Reads(nn.Module):
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.other, self.own = [other], nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.own(x) @ self.other[0].weight
+        return out
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "keeps": (Keeps, {}), "passes": (Passes, {}), "all lengths": (Two, {"dynamic": True}), "outside": (Outside, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("what", MODELS)
+def test_a_graph_begins_what_the_hooks_begin(what: str, stage: int) -> None:
+    def fn(rank: int, compiles: bool) -> tuple[list[Any], dict[str, torch.Tensor], Any]:
+        make, options = MODELS[what]
+        model = make()
+        optimizer, _ = made(model, False, stage)
+        whole = compile_whole(optimizer.sharded, "aot_eager", **options) if compiles else None
+        starts = []
+        for step in range(3):
+            with optimizer.sharded.record() as actions:
+                step_of(model, optimizer, step)
+            starts.append(actions.starts())
+        return starts, optimizer.consolidated_parameters(), whole
+
+    torch._dynamo.reset()
+    ((starts, found, whole),), ((right, values, _),) = (
+        sim.run(1, lambda rank, c=c: fn(rank, c)) for c in (True, False)
+    )
+    assert starts == right
+    assert all(torch.equal(found[name], values[name]) for name in values)
+    assert whole.plans
+    assert not whole.reasons
+
+
+def test_parameters_that_a_layer_reads_no_more_are_found_out() -> None:
+    def fn(rank: int, compiles: bool) -> tuple[list[torch.Tensor], Any]:
+        model = Outside()
+        optimizer, whole = made(model, compiles)
+        register_external_parameter(model.reader, model.first.weight)
+        losses = [step_of(model, optimizer, 0)]
+        unregister_external_parameter(model.reader, model.first.weight)
+        return losses + [step_of(model, optimizer, step) for step in range(3)], whole
+
+    ((found, whole),), ((right, _),) = (sim.run(1, lambda rank, c=c: fn(rank, c)) for c in (True, False))
+    assert all(map(torch.equal, found, right))
+    assert len(whole.plans) == 2
+    assert not whole.reasons
+
+
+class Writes(Two):
+    """It writes to an input, in whose memory another one is."""
+
+    def forward(self, x: torch.Tensor, part: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        if part is None:
+            return super().forward(x)
+        x.add_(1.0)
+        return super().forward(x + part.sum())
+
+
+def test_what_may_be_a_graph_later_is_tried_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise NotWholeError("not yet", again=True)
+
+    monkeypatch.setattr("zoo.compile.whole.capture", refused)
+    model = Two()
+    optimizer, whole = made(model, True)
+    for step in range(5):
+        assert bool(whole.reasons) == (step > 3)
+        step_of(model, optimizer, step)
+    assert "not yet" in whole.reasons[True, True]
+
+
+def test_inputs_that_torch_joins_are_no_inputs_of_a_graph() -> None:
+    model = Writes()
+    _, whole = made(model, True)
+    with torch.no_grad():
+        x = batch()
+        found = model(x, x[1:])[1]
+    assert "share memory" in whole.reasons[True, False]
+    y = batch() + 1
+    assert torch.equal(found, Two()(y + y[1:].sum())[1].detach())
 
 
 class Counts(Two):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,25 @@ MODELS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+def gradients(name: str, compiles: bool) -> list[torch.Tensor]:
+    """Of one process without zoo."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    if compiles:
+        model.compile(backend="aot_eager")
+    ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@functools.cache
+def torch_keeps_bits(name: str) -> bool:
+    """torch's own graph has the bits of the model: how products of matrices round depends on the machine."""
+    return all(map(torch.equal, gradients(name, True), gradients(name, False)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("threshold", [0, 10**4])
@@ -65,6 +85,8 @@ def test_it_has_no_break_and_the_bits_of_the_hooks(name: str, threshold: int) ->
     torch._dynamo.reset()
     graphs, hooks = (sim.run(2, lambda rank, c=c: fn(rank, c)) for c in (True, False))
     for (losses, starts, values), (right, others, parameters) in zip(graphs, hooks, strict=True):
-        assert all(map(torch.equal, losses, right))
         assert starts == others
-        assert all(torch.equal(values[key], parameters[key]) for key in parameters)
+        bits = {} if torch_keeps_bits(name) else {"rtol": 1e-4, "atol": 1e-6}
+        same = functools.partial(torch.testing.assert_close, **(bits or {"rtol": 0, "atol": 0}))
+        same(losses, right)
+        same(values, parameters)

@@ -59,7 +59,7 @@ def compile_graph(
         run: is called in the place of each.
         settings: of inductor.
     """
-    maker = _Maker(plan, passes, run, settings)
+    maker = _Maker(plan, passes, run, settings, len(inputs))
     # What torch remembers of whole compilations would run no pass. It remembers graphs, after the passes.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         if backend == "inductor":
@@ -73,9 +73,10 @@ class _Maker:
     """Makes code of the graphs of one traced model."""
 
     def __init__(
-        self, plan: GraphPlan, passes: Sequence[Registered], run: Run, settings: Mapping[str, Any]
+        self, plan: GraphPlan, passes: Sequence[Registered], run: Run, settings: Mapping[str, Any], num_inputs: int
     ) -> None:  # fmt: skip
         self._plan_of, self._passes, self._run, self._settings = weakref.ref(plan), passes, run, settings
+        self._num_inputs = num_inputs
         self._rewritten: dict[bool, fx.GraphModule] = {}  # by whether it is that of backward
 
     @property
@@ -124,16 +125,21 @@ class _Maker:
         made = min_cut_rematerialization_partition(joint, inputs, **options)
         for part, backward in zip(made, (False, True), strict=True):
             if not backward:
-                self._plan.names = [node.name for node in placeholders(part.graph)]
+                self._name_inputs(part.graph)
                 self._plan.num_returned = options["num_fwd_outputs"]
             self._rewritten[backward] = self._passed(copy.deepcopy(part), backward=backward)
         return made
+
+    def _name_inputs(self, graph: fx.Graph) -> None:
+        self._plan.names = [node.name for node in placeholders(graph)]
+        if len(self._plan.names) != self._num_inputs:
+            raise NotWholeError("inputs of it share memory, and it writes to them")
 
     def _rewrite(self, part: fx.GraphModule, given: Sequence[Any], *, backward: bool) -> Any:
         """The rewritten graph, and what it is called with."""
         rewritten = self._rewritten.pop(backward, None)
         if rewritten is None:  # without gradients
-            self._plan.names = [node.name for node in placeholders(part.graph)]
+            self._name_inputs(part.graph)
             self._plan.num_returned = len(values_of(part.graph))
             rewritten = self._passed(part, backward=False)
         mode = torch._guards.detect_fake_mode(list(given))

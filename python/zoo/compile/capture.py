@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
+from zoo.compile.ops import MARK
 from zoo.shard.buckets import bucket_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Call:
     Attributes:
         unit: of the runtime. key: what the compiler calls it. buckets: those that it needs whole.
         begins, ends: places in the order of events.
-        called: backward comes back through its output.
+        called: backward comes back through its output. grad: gradients were enabled where it ended.
     """
 
     unit: Unit
@@ -46,6 +46,7 @@ class Call:
     begins: int
     ends: int = -1
     called: bool = False
+    grad: bool = False
 
 
 @dataclass
@@ -85,8 +86,8 @@ class Captured:
         return next((number for number in self.backs() if self.calls[number].ends < begins), None)
 
 
-def capture(graph: fx.GraphModule, inputs: Sequence[Any], runtime: Runtime, model: nn.Module) -> Captured:
-    """Read a graph as torch.compile traces it.
+def capture(graph: fx.GraphModule, inputs: Sequence[Any], runtime: Runtime) -> Captured:
+    """Read a graph as torch.compile traces it, and take the marks out of it.
 
     Raises:
         NotWholeError: something in it cannot be carried by a graph.
@@ -101,40 +102,45 @@ def capture(graph: fx.GraphModule, inputs: Sequence[Any], runtime: Runtime, mode
             found.inputs[number] = bucket, value._zoo_slot
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     parameters = {places[i]: bucket for i, (bucket, _) in found.inputs.items()}
-    _Reader(found, runtime, model).read(graph, parameters)
+    _Reader(found, runtime).read(graph, parameters)
     return found
 
 
 class _Reader:
-    """Goes through the nodes as they run, and notes where units begin and end."""
+    """Goes through the nodes as they run, and notes where units begin and end: where their hooks have left marks."""
 
-    def __init__(self, found: Captured, runtime: Runtime, model: nn.Module) -> None:
-        self._found, self._model = found, model
-        self._units = {unit.module: unit for unit in runtime.hooked.values()}
-        self._modules: dict[str, nn.Module | None] = {}
-        self._open: list[tuple[Unit, str, int]] = []  # unit, which call of it, its number
+    def __init__(self, found: Captured, runtime: Runtime) -> None:
+        self._found, self._units = found, runtime.units
+        self._open: list[int] = []  # numbers of calls
         self._nodes: dict[int, list[fx.Node]] = {}  # by call, those inside of it
+        self._gives: dict[int, bool] = {}  # by call, whether something that it returns requires a gradient
 
     def read(self, graph: fx.GraphModule, parameters: dict[fx.Node, Bucket]) -> None:
-        root = self._units.get(self._model)
-        if root is None:
-            raise NotWholeError("the model itself is no unit")
+        root = self._units[0]
         self._begin(root, "")
         self._walk(graph, parameters)
-        while self._open:
-            self._end()
-        for number, nodes in self._nodes.items():
-            call = self._found.calls[number]
-            gives = _requires_grad_outside(nodes)
-            call.called = self._found.trains and (gives or bool(call.unit.partitioned and call.unit.gradients))
+        if self._open != [0]:
+            raise NotWholeError("a forward in it does not come to its end")
+        self._end(grad=self._found.trains)
+        if any(n.target is MARK for m in graph.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes):
+            raise NotWholeError("a unit runs in a part of it that may run or not (torch.cond)")
+        for number, call in enumerate(self._found.calls):
+            gives = self._gives.get(number)
+            if gives is None:
+                gives = _requires_grad_outside(self._nodes.get(number, []))
+            held = call.grad and bool(call.unit.partitioned and call.unit.gradients)
+            call.called = self._found.trains and (gives or held)
 
     def _walk(self, graph: fx.GraphModule, parameters: dict[fx.Node, Bucket]) -> None:
-        for node in graph.graph.nodes:
+        for node in list(graph.graph.nodes):
             if node.op in ("placeholder", "get_attr", "output"):
                 continue
-            self._turn_to(node)
-            for call in self._open:
-                self._nodes.setdefault(call[2], []).append(node)
+            if node.target is MARK:
+                self._turn(node)
+                graph.graph.erase_node(node)
+                continue
+            for number in self._open:
+                self._nodes.setdefault(number, []).append(node)
             inside = _body(graph, node)
             if inside is not None:
                 body, arguments = inside
@@ -145,53 +151,52 @@ class _Reader:
             for used in node.all_input_nodes:
                 if used in parameters:
                     self._use(parameters[used])
+        graph.recompile()
 
-    def _turn_to(self, node: fx.Node) -> None:
-        stack = node.meta.get("nn_module_stack")
-        if not stack:
-            return
-        wanted = [("", self._units[self._model])]
-        for key, value in stack.items():
-            unit = self._unit_at(value[0] if isinstance(value, tuple) else value)
-            if unit is not None and unit is not wanted[0][1]:
-                wanted.append((key, unit))
-                self._found.units[key] = unit
-        same = 0
-        while same < min(len(wanted), len(self._open)):
-            unit, key, _ = self._open[same]
-            if (key, unit) != wanted[same] and same > 0:
-                break
-            same += 1
-        while len(self._open) > same:
-            self._end()
-        for key, unit in wanted[same:]:
-            self._begin(unit, key)
-
-    def _unit_at(self, path: str) -> Unit | None:
-        if path not in self._modules:
-            self._modules[path] = _submodule(self._model, path)
-        module = self._modules[path]
-        return self._units.get(module) if module is not None else None
+    def _turn(self, node: fx.Node) -> None:
+        """To where a mark is. What hooks of the user compute around the model's own call belongs to that, too."""
+        outputs: Any
+        outputs, number, begins, grad, known = node.args
+        unit = self._units[int(str(number))]
+        if begins and unit.name:
+            stack = node.meta.get("nn_module_stack") or {}
+            if not stack:
+                raise NotWholeError(f"torch does not say what belongs to {unit.name!r}")
+            self._found.units[next(reversed(stack))] = unit
+            self._begin(unit, next(reversed(stack)))
+        elif begins:
+            if len(self._open) > 1:
+                raise NotWholeError("it calls itself")
+        else:
+            if self._found.calls[self._open[-1]].unit is not unit:
+                raise NotWholeError(f"{unit.name!r} ends while something in it has not")
+            if known:
+                values = (value.meta.get("example_value") for value in outputs)
+                self._gives[self._open[-1]] = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+            if unit.name:
+                self._end(grad=bool(grad))
 
     def _begin(self, unit: Unit, key: str) -> None:
         number = len(self._found.calls)
         self._found.calls.append(Call(unit, key, tuple(unit.recorded), begins=len(self._found.events)))
         self._found.events.append((number, True))
-        self._open.append((unit, key, number))
+        self._open.append(number)
 
-    def _end(self) -> None:
-        _, _, number = self._open.pop()
-        self._found.calls[number].ends = len(self._found.events)
+    def _end(self, *, grad: bool) -> None:
+        number = self._open.pop()
+        call = self._found.calls[number]
+        call.ends, call.grad = len(self._found.events), grad
         self._found.events.append((number, False))
 
     def _use(self, bucket: Bucket) -> None:
         if not bucket.partitioned:
             return
-        if not any(bucket in unit.partitioned for unit, _, _ in self._open):
+        units = [self._found.calls[number].unit for number in self._open]
+        if not any(bucket in unit.partitioned for unit in units):
             # The hooks find such a parameter when it is touched, and all ranks agree on who uses it then.
             raise NotWholeError(
-                f"parameters of {bucket.label} are used in {self._open[-1][0].name or 'the model'!r}, which is not "
-                "known to use them yet", again=True,
+                f"parameters of {bucket.label} are used in {units[-1].name or 'the model'!r}, which is not known to "
+                "use them yet", again=True,
             )  # fmt: skip
 
 
@@ -217,20 +222,6 @@ def _body(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, Sequenc
     if not isinstance(body, fx.GraphModule):
         return None
     return body, [a for a in node.args[1:] if isinstance(a, fx.Node)]
-
-
-_STEP = re.compile(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]")
-
-
-def _submodule(model: nn.Module, path: str) -> nn.Module | None:
-    """The module of a path as the compiler writes it: ``L['self'].blocks.0``."""
-    path = path.partition("@")[0]
-    path = re.sub(r"^[LG]\['[^']+'\]", "", path)
-    name = _STEP.sub(lambda m: "." + next(filter(None, m.groups())), path).strip(".")
-    found: Any = model
-    for part in name.split(".") if name else ():
-        found = getattr(found, part, None)
-    return found if isinstance(found, nn.Module) else None
 
 
 def alias_of(node: fx.Node) -> bool:

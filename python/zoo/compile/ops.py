@@ -8,6 +8,8 @@ All of them write, as torch sees it, to ``order``, so that none is left out and 
 the parameters that come or go, so that nothing reads these at another time. Those are inputs of the graph, whose memory
 nobody uses for anything else. By the underscore at the end of a name torch's passes know what no fusion may cross; it
 may cross ``accumulate``.
+
+``mark`` is in the graph that torch traces, and in no other one: hooks of units leave it there.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ LIBRARY: Any = torch.library.Library("zoo_compile", "FRAGMENT")  # type: ignore[
 for _event in ("enter_", "leave_", "back_"):
     LIBRARY.define(f"{_event}(Tensor(a!) order, Tensor(b!)[] values, int call) -> ()")
 LIBRARY.define("accumulate(Tensor(a!) order, Tensor gradient, int bucket, int slot) -> ()")
+LIBRARY.define("mark(Tensor[] outputs, int unit, bool begins, bool grad, bool known) -> ()")
 
 
 class Execution(Protocol):
@@ -95,6 +98,35 @@ for _name, _carry_out in {"enter_": _enter, "leave_": _leave, "back_": _back, "a
     for _key in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _carry_out, _key)
     torch.library.register_fake(f"zoo_compile::{_name}", _fake, lib=LIBRARY)
+
+torch.library.register_fake("zoo_compile::mark", _fake, lib=LIBRARY)
+MARK = torch.ops.zoo_compile.mark.default
+torch.fx.node.has_side_effect(MARK)
+
+
+def mark(unit: int, begins: bool, output: Any) -> None:
+    """torch traces a model, and has come to where the forward of this unit begins or ends, with what it returns."""
+    outputs = _tensors(output)
+    known = outputs is not None
+    torch.ops.zoo_compile.mark.default(outputs if known else [], unit, begins, torch.is_grad_enabled(), known)
+
+
+def _tensors(value: Any) -> list[Any] | None:
+    """Those in it; None if it is something that torch would have to look into."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if value is None or type(value) in (bool, int, float, str):
+        return []
+    if type(value) not in (tuple, list, dict):
+        return None
+    found: list[Any] = []
+    for item in value.values() if type(value) is dict else value:
+        inner = _tensors(item)
+        if inner is None:
+            return None
+        found += inner
+    return found
+
 
 ENTER, LEAVE, BACK, ACCUMULATE = (
     torch.ops.zoo_compile.enter_.default, torch.ops.zoo_compile.leave_.default, torch.ops.zoo_compile.back_.default,

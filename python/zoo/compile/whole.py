@@ -14,7 +14,7 @@ from torch import nn
 from zoo.compile.backend import Backend, alive, compile_graph
 from zoo.compile.capture import Captured, NotWholeError, capture
 from zoo.compile.contract import DEFAULT, Registered, Schedule, validate_schedule
-from zoo.compile.ops import executing
+from zoo.compile.ops import executing, mark
 from zoo.compile.plan import GraphPlan
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zoo.compile")
 _graph_task = torch._C._current_graph_task_id
+TRIES = 3
+"""Calls that may be no graph and be tried again."""
 _LEVELS = ("debug", "info", "warning", "error", "critical", "log")
 
 
@@ -53,6 +55,7 @@ class WholeGraph:
         self._settings = _settings(backend, self._options.pop("mode", None), self._options.pop("options", None))
         self.reasons: dict[tuple[bool, bool], str] = {}
         self.plans: list[GraphPlan] = []
+        self._refused = 0  # times that something was no graph and may be one later
         self._order = torch.zeros(1, dtype=torch.int64)
         # By context: of each graph that ran in it, the numbers that calls have there.
         self._calls: weakref.WeakKeyDictionary[Context, list[dict[int, int]]] = weakref.WeakKeyDictionary()
@@ -62,7 +65,7 @@ class WholeGraph:
             "skip_nnmodule_hook_guards": False,  # hooks that come later are seen
         }
         self._use(self._schedule[0][1])
-        runtime.compiled.use_whole_graph(self)
+        runtime.compiled.use_whole_graph(self, mark)
 
     def _use(self, passes: tuple[Registered, ...]) -> None:
         """From now on these run: torch compiles anew."""
@@ -75,7 +78,7 @@ class WholeGraph:
         self._compiled = torch.compile(_call_of(self._model), backend=backend, fullgraph=True, **self._options)
 
     def _make(self, passes: Sequence[Registered], graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-        plan = GraphPlan(capture(graph, inputs, self._runtime, self._model))
+        plan = GraphPlan(capture(graph, inputs, self._runtime))
         run = weakref.WeakMethod(self._run)
         made = compile_graph(
             graph, inputs, plan, backend=self._backend, passes=passes, settings=self._settings,
@@ -114,6 +117,8 @@ class WholeGraph:
 
     def _why_not(self) -> str | None:
         """What of this call with gradients no graph could do."""
+        if getattr(self._runtime.window, "in_parts", False):
+            return "its backward comes in two parts (a pipeline's schedule), and that of a graph has one"
         if self._runtime.demand is not None:
             return "ignore_unused_parameters=False: a graph gives parameters that are not used gradients of zeros"
         if (watched := self._runtime.compiled.watched_gradient()) is not None:
@@ -146,7 +151,9 @@ class WholeGraph:
 
     def _note(self, mode: tuple[bool, bool], error: BaseException) -> None:
         cause = getattr(error, "inner_exception", error)
-        if isinstance(cause, NotWholeError) and cause.again:
+        if isinstance(cause, NotWholeError) and cause.again and self._refused < TRIES:
+            self._refused += 1
+            self._use(self._passes)
             return
         if isinstance(cause, torch._dynamo.exc.FailOnRecompileLimitHit):
             cause = NotWholeError(
@@ -174,6 +181,8 @@ class WholeGraph:
     def _check(self, plan: GraphPlan, values: Sequence[Any], backward: bool) -> None:
         """A graph is that of these parameters."""
         if not backward:
+            if any(call.buckets != call.unit.recorded for call in plan.captured.calls):
+                raise NotWholeError("which parameters its units use is not what it was", again=True)
             for number, (bucket, slot) in plan.captured.inputs.items():
                 storage = values[number].untyped_storage()._cdata
                 if storage != bucket.parameters.full.untyped_storage()._cdata:
@@ -199,7 +208,7 @@ class _Forward:
 
     def leave(self, call: int) -> None:
         made = self._captured.calls[call]
-        with torch.set_grad_enabled(self._captured.trains):
+        with torch.set_grad_enabled(made.grad):
             self._numbers[call] = self._runtime.leave_in_graph(made.unit, called=made.called)
 
     def back(self, call: int) -> None:

@@ -120,6 +120,9 @@ class PipelineRunner:
         optimizer = engine.optimizer
         try:
             with engine.sharded.window(max_bytes=self._option("max_bytes", None)) as window:
+                window.in_parts = any(
+                    s.computation is not None and s.computation.kind is Kind.INPUT for s in plan.program
+                )
                 hooks = Hooks(
                     window=window, accumulate=engine.sharded.accumulate, computing=engine.passes.computing,
                     final_loss=lambda loss, m: engine.passes.final_loss(loss, ahead=m),

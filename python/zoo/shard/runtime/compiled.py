@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from zoo.parts.hooks import Nameless, hide_from_compiler, is_compiled, is_own_hook, own_hook
 from zoo.shard.buckets import Bucket
 from zoo.shard.runtime.contexts import Unit
+
+Mark = Callable[[int, bool, Any], None]
 
 
 class Compiled:
@@ -57,18 +60,25 @@ class Compiled:
             if any(id(p) in inside for p in bucket.spec.parameters):
                 bucket.parameters.share_class()
 
-    def use_whole_graph(self, call: Callable[..., Any]) -> None:
+    def use_whole_graph(self, call: Callable[..., Any], mark: Mark) -> None:
         """``call`` stands for the model's from now on, and runs it as one graph.
 
-        That has events in the places of hooks: these do nothing while it is traced.
+        That has events in the places of hooks: while it is traced these ``mark(unit, begins, output)`` in it where
+        forwards of units (by number) begin and end, and do nothing else.
         """
         self._calls.append(call)
         self._model._compiled_call_impl = call
         self.hide(whole=True)
+        marks: dict[int, Callable[..., None]] = {}
+        for number, unit in enumerate(self._units):
+            for handle, begins in zip(unit.hooks, (True, False), strict=False):
+                marks[id(handle)] = partial(mark, number, begins)
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
-                hooks[handle.id] = own_hook(_Untraced(hooks[handle.id], self))
+                hook = hooks[handle.id]
+                hook = hook.hook if isinstance(hook, _Untraced) else hook
+                hooks[handle.id] = own_hook(_Untraced(hook, self, marks.get(id(handle))))
 
     @contextlib.contextmanager
     def in_whole_graph(self) -> Iterator[None]:
@@ -119,14 +129,14 @@ class Compiled:
 
 
 class _Untraced(Nameless):
-    """A hook that does nothing while a whole graph is traced."""
+    """A hook that marks where it is, or does nothing, while a whole graph is traced."""
 
-    def __init__(self, hook: Callable[..., Any], compiled: Compiled) -> None:
-        self._hook, self._compiled = hook, compiled
+    def __init__(self, hook: Callable[..., Any], compiled: Compiled, mark: Callable[[Any], None] | None) -> None:
+        self.hook, self._compiled, self._mark = hook, compiled, mark
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled.whole:
             if torch.compiler.is_compiling():
-                return None
+                return self._mark(args[-1]) if self._mark is not None else None
             self._compiled.run_by_hooks()
-        return self._hook(*args, **kwargs)
+        return self.hook(*args, **kwargs)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from zoo.shard.buckets import Bucket
 from zoo.shard.placement.units import UnitSpec
@@ -34,8 +35,8 @@ class Unit:
     """A unit at run time: the buckets of its parameters, and how many of its forwards are running."""
 
     __slots__ = (
-        "_own", "depth", "entered", "external", "gradients", "key", "module", "name", "partitioned", "recorded",
-        "within",
+        "_own", "depth", "entered", "external", "gradients", "hooks", "key", "module", "name", "partitioned",
+        "recorded", "within",
     )  # fmt: skip
 
     def __init__(self, spec: UnitSpec, buckets: Sequence[Bucket]) -> None:
@@ -43,6 +44,7 @@ class Unit:
         self.module = spec.module
         self.within: frozenset[Unit] = frozenset()  # units that it is part of
         self.depth, self.entered = 0, 0  # in which pass it was called last
+        self.hooks: tuple[Any, ...] = ()  # handles: of what is called where its forward begins, and where it ends
         self.external: dict[Bucket, None] = {}
         self._own = tuple(buckets)
         self._list()

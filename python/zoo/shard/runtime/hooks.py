@@ -126,8 +126,9 @@ class Runtime:
                 continue
             enter = own_hook(BoundHook(self._enter if spec.name else self._enter_model, unit))
             leave = own_hook(BoundHook(self._exit, unit))
-            self._hooks.append(spec.module.register_forward_pre_hook(enter))
-            self._hooks.append(spec.module.register_forward_hook(leave, always_call=True))
+            into, out = spec.module.register_forward_pre_hook, spec.module.register_forward_hook
+            unit.hooks = into(enter), out(leave, always_call=True)
+            self._hooks += unit.hooks
             self.hooked[spec.name] = unit
         for name, unit in self.hooked.items():
             unit.within = frozenset(self.hooked[above] for above in _above(name) if above in self.hooked)

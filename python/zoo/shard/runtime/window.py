@@ -73,6 +73,10 @@ class Window:
 
     A key is anything hashable that names one forward: the number of a micro-batch, or (stage, micro-batch) where
     several stages of a pipeline are one model here.
+
+    Attributes:
+        in_parts: a schedule will bring forwards back by ``backward_inputs``. What makes one function of all of a
+            forward has to know: its backward has no parts.
     """
 
     def __init__(self, runtime: Runtime, *, max_bytes: int | None, updates_in_backward: bool) -> None:
@@ -80,7 +84,7 @@ class Window:
             raise ValueError(f"max_bytes={max_bytes}; it must be a number of bytes, or None.")
         self._runtime, self._max_bytes, self._updates = runtime, max_bytes, updates_in_backward
         self._all: dict[Hashable, _MicroBatch] = {}
-        self._entered = False
+        self._entered = self.in_parts = False
 
     @property
     def open(self) -> list[Hashable]:
