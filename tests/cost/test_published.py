@@ -30,6 +30,11 @@ def test_activations_of_figure_1() -> None:
             assert 1.0 <= counted / published < 1.1, what
 
 
+def test_peaks_of_torchtitan() -> None:
+    for what, published, counted in page.torchtitan_errors():
+        assert counted == pytest.approx(published, rel=0.05), what
+
+
 def test_models_of_llm_foundry_have_their_parameters() -> None:
     for run, row in zip(llm_foundry(), rows("llm_foundry.csv"), strict=True):
         assert run.model.parameters == row["num_parameters"]

@@ -20,7 +20,8 @@ LAYOUTS = st.builds(
         stage=stage, recompute=recompute, chunks=chunks if pipeline > 1 else 1,
     ),
     st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 8, 32]), st.sampled_from([1, 2, 4]), st.integers(1, 4),
-    st.integers(1, 9), st.integers(0, 3), st.sampled_from(["none", "selective", "full"]), st.sampled_from([1, 3]),
+    st.integers(1, 9), st.integers(0, 3), st.sampled_from(["none", "selective", "alternate", "full"]),
+    st.sampled_from([1, 3]),
 )  # fmt: skip
 HOSTS = st.builds(
     Software, forward_s=st.floats(0, 0.01), backward_s=st.floats(0, 0.01), head_s=st.floats(0, 0.1),

@@ -44,8 +44,9 @@ class Memory:
 
 
 def memory_of(
-    model: Transformer, layout: Layout, *, parameter_bytes: int = 2, gradient_bytes: int = 2, state_bytes: int = 12
-) -> Memory:
+    model: Transformer, layout: Layout, *, parameter_bytes: int = 2, gradient_bytes: int = 2, state_bytes: int = 12,
+    logit_bytes: int = 6,
+) -> Memory:  # fmt: skip
     """Bytes of a rank of the first stage, and of the last one's logits where there is one stage.
 
     ZeRO's stage s divides by the ranks of ``data``: the states (s ≥ 1), the gradients (s ≥ 2), the parameters (s = 3).
@@ -54,6 +55,8 @@ def memory_of(
 
     Args:
         parameter_bytes, gradient_bytes, state_bytes: of one number each; 2, 2 and 12 are those of Adam with bf16.
+        logit_bytes: of a logit: 6 for bf16 and a gradient in fp32; 16 where the loss copies it to fp32 too, keeps its
+            logarithm and makes both gradients.
     """
     layout.check(model)
     split, p, v = layout.tensor, layout.pipeline, layout.chunks
@@ -71,10 +74,11 @@ def memory_of(
         again = kept_of_layer(model, layout.micro_batch, tensor=split, sequence_parallel=layout.sequence_parallel)
     tokens = layout.micro_batch * model.seq
     gathered = 0.0
-    if layout.stage == 3 and layout.data > 1:  # the layer that computes and the one that comes, and one's gradients
-        gathered = (2 * parameter_bytes + gradient_bytes) * model.layer_parameters / split
+    if layout.stage == 3 and layout.data > 1:  # what computes and the layer that comes, and gradients, in two bytes
+        largest = max(model.layer_parameters, model.vocab * model.hidden)
+        gathered = 2 * (2 * largest + model.layer_parameters) / split
     return Memory(
         parameters=parameter_bytes * parameters / parts[0], gradients=gradient_bytes * parameters / parts[1],
         states=state_bytes * parameters / parts[2], activations=alive * kept + again, gathered=gathered,
-        head=(2 + 4) * tokens * model.vocab / split if p == 1 else 0.0,
+        head=logit_bytes * tokens * model.vocab / split if p == 1 else 0.0,
     )  # fmt: skip

@@ -260,9 +260,18 @@ class _Step:
             return _Direction()
         if self.layout.recompute == "full":
             return forward
-        # The attention's core: its products and its softmax, nothing of the tensor axis.
+        # Nothing of the tensor axis. The attention's core: its products and its softmax.
         found = _Direction()
         operations = list(forward_of_layer(self.model, self.layout.micro_batch, tensor=self.layout.tensor))
+        if self.layout.recompute == "alternate":
+            model, t = self.model, self.layout.tensor
+            kept = {"k": model.kv_width, "out": model.hidden, "in": model.inner if model.gated else model.hidden}
+            for columns in kept.values():
+                self._add(found, Product(m=self.tokens, n=columns // t, k=model.hidden))
+            for operation in operations:
+                if isinstance(operation, Pass):
+                    self._add(found, operation)
+            return found
         at = [i for i, o in enumerate(operations) if isinstance(o, Product) and not o.weight]
         for operation in operations[at[0] : at[-1] + 1] if self.model.attention == "eager" else ():
             self._add(found, operation)

@@ -27,8 +27,9 @@ Attention = Literal["eager", "flash"]
 """eager: the scores of all pairs of tokens are written and read; flash: they are not (Dao et al. 2022,
 arXiv:2205.14135), and a causal model computes half of them."""
 Bias = Literal["all", "qkv", "none"]
-Recompute = Literal["none", "selective", "full"]
-"""What is computed again in backward: nothing; the attention's core; the layer."""
+Recompute = Literal["none", "selective", "alternate", "full"]
+"""What is computed again in backward: nothing; the attention's core; every second product and all that is no product
+(torchtitan's "selective op"); the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +210,7 @@ def kept_of_layer(
         none                        s b h (10 + 24 / t + 5 a s / (h t))
         with sequence parallelism   s b h / t (34 + 5 a s / h)
         selective                   the same without 5 a s / h
+        alternate                   s b (2 h + what q, v, the gate or the first matrix, the last one and attention give)
         full                        2 s b h
 
     which is equations 1 to 6 of Korthikanti et al. 2022 for a model with dropout and an inner width of 4 h.
@@ -219,6 +221,9 @@ def kept_of_layer(
     if recompute == "full":
         return 2.0 * tokens * h
     q, kv, inner = model.heads * model.dim / t, model.kv_width / t, model.inner / t
+    if recompute == "alternate":  # of q, k, v, out, (gate,) in, out the first, third, …; attention's result and sums
+        products = 2 * q + 2 * kv + 2 * inner + (2 * h if model.gated else 0)
+        return tokens * (2 * h + products + 2 * q + 4 * model.heads / t)
     parts = t if sequence_parallel else 1
     mask = 1 if model.dropout else 0
     # Both norms, both inputs of split products, both masks after the halves.
