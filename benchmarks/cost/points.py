@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zoo.cost import Hardware, Layout, Transformer, hardware
-from zoo.cost.calibrate import Run
+from zoo.cost import Hardware, Layout, Transformer, read_hardware
+from zoo.cost.calibration import Run
 
 FOLDER = Path(__file__).parent / "published"
 VOCAB = 51_200  # GPT-2's words, made a multiple of 128 by each tensor degree
@@ -32,7 +32,7 @@ def _number(text: str) -> int | float | str:
 
 def vtrain_cluster() -> Hardware:
     """A100-80, eight a node; 800 Gbit/s between nodes, as the configurations of vTrain's case studies have it."""
-    return dataclasses.replace(hardware("a100-80"), name="a100-80, 4 adapters", adapters=4)
+    return dataclasses.replace(read_hardware("a100-80"), name="a100-80, 4 adapters", adapters=4)
 
 
 def vtrain(name: str, recompute: Any, machine: Hardware) -> list[Run]:
@@ -64,7 +64,11 @@ _MPT = {
 
 def llm_foundry() -> list[Run]:
     """Of ``llm_foundry.csv``: FSDP, attention in one operation."""
-    machines = {"A100-40": hardware("a100-40"), "A100-80": hardware("a100-80"), "H100-80": hardware("h100-80")}
+    machines = {
+        "A100-40": read_hardware("a100-40"),
+        "A100-80": read_hardware("a100-80"),
+        "H100-80": read_hardware("h100-80"),
+    }
     found = []
     for row in rows("llm_foundry.csv"):
         hidden, heads, layers = _MPT[row["model"]]
@@ -91,7 +95,10 @@ def megatron_2022() -> Iterator[tuple[str, Run]]:
                 global_batch=batch, micro_batch=micro, tensor=8, pipeline=pipeline, chunks=chunks,
                 recompute=recompute, sequence_parallel=recompute == "selective",
             )  # fmt: skip
-            yield f"{name}, {recompute}", Run(model=model, layout=layout, hardware=hardware("a100-80"), step_s=step_s)
+            yield (
+                f"{name}, {recompute}",
+                Run(model=model, layout=layout, hardware=read_hardware("a100-80"), step_s=step_s),
+            )
 
 
 MEGATRON = (
@@ -117,7 +124,10 @@ def torchtitan() -> Iterator[tuple[str, Run]]:
         layout = Layout(
             global_batch=64 * micro, micro_batch=micro, data=64, stage=3, recompute="full" if "70B" in name else "none"
         )
-        yield name, Run(model=model, layout=layout, hardware=hardware("a100-80"), step_s=micro * seq / tokens_per_s)
+        yield (
+            name,
+            Run(model=model, layout=layout, hardware=read_hardware("a100-80"), step_s=micro * seq / tokens_per_s),
+        )
 
 
 def zero_3() -> Iterator[tuple[str, Run]]:
@@ -134,6 +144,6 @@ def zero_3() -> Iterator[tuple[str, Run]]:
                 global_batch=batch, micro_batch=batch // ranks, data=ranks, stage=3, recompute="full", rings=1
             )  # fmt: skip
             run = Run(
-                model=model, layout=layout, hardware=hardware("a100-80"), step_s=flops / (ranks * teraflops * 1e12)
+                model=model, layout=layout, hardware=read_hardware("a100-80"), step_s=flops / (ranks * teraflops * 1e12)
             )  # fmt: skip
             yield f"{name} on {ranks:,}", run

@@ -22,7 +22,7 @@ from zoo.cli.bench.disk import Disk
 from zoo.cli.bench.filling import Wanted, device_of, fill, link_of, summary
 from zoo.cli.bench.fitting import Line
 from zoo.cli.bench.timing import Timing
-from zoo.cost import Device, Hardware, hardware, product_s, seconds, wire_bytes
+from zoo.cost import Device, Hardware, product_s, read_hardware, seconds, wire_bytes
 
 STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 TIMING = Timing(median_s=1e-3, lowest_s=1e-3, highest_s=1e-3, repetitions=3)
@@ -207,7 +207,7 @@ def test_the_command_writes_a_file_that_is_read_by_its_name(quick: list[int], tm
         "bench", "hardware", "--write", path, "--device", "cpu", "--seconds", 0.1, "--no-disk", "--dtype", "fp32"
     )
     assert result.exit_code == 0, result.output
-    found = hardware(path)
+    found = read_hardware(path)
     assert (found.name, list(found.device.flops_per_s), dict(found.channels)) == ("mine", ["fp32"], {})
     assert "launch" in result.output
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.json"]
@@ -239,7 +239,7 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     if result.exit_code == 2 and "cannot be measured" in result.output:
         pytest.skip("the folder of the tests has no direct transfers")
     assert result.exit_code == 0, result.output
-    found = hardware(path)
+    found = read_hardware(path)
     assert len(found.device.products["fp32"]) > 5
     assert found.device.launch_s < 1e-3
     assert found.inside.bytes_per_s > 1e6

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.cost import Hardware, hardware, seconds, wire_bytes
+from zoo.cost import Hardware, read_hardware, seconds, wire_bytes
 
-A100 = hardware("a100-80")
+A100 = read_hardware("a100-80")
 FORMULA = dataclasses.replace(A100, inside=dataclasses.replace(A100.inside, all_reduce={}))
 OPS = st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"])
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.cost import hardware
+from zoo.cost import read_hardware
 from zoo.cost.events import Compute, EventError, Program, Start, Wait, cost_on, simulate_events
 
 SECONDS = st.integers(0, 8).map(lambda n: n / 4)
@@ -124,7 +124,7 @@ def test_programs_that_cannot_be_run(programs: list[Program], said: str) -> None
 
 
 def test_costs_on_a_machine() -> None:
-    machine = hardware("h100-80")
+    machine = read_hardware("h100-80")
     cost = cost_on(machine)
     part = 1e8
     inside = cost(Start(0, tuple(range(8)), "g", "all_gather_into_tensor", part))

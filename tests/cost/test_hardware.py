@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.cost import Channel, Device, Hardware, HardwareError, Link, Measured, Tile, hardware, hardware_names
+from zoo.cost import Channel, Device, Hardware, HardwareError, Link, Measured, Tile, hardware_names, read_hardware
 from zoo.cost.hardware import CHANNELS
 
 POSITIVE = st.floats(1e-9, 1e18)
@@ -50,18 +50,18 @@ def test_a_channel_takes_its_latency_and_its_bytes() -> None:
 
 @pytest.mark.parametrize("name", hardware_names())
 def test_known_hardware_is_complete(name: str, tmp_path: Path) -> None:
-    found = hardware(name)
+    found = read_hardware(name)
     assert found.name == name
     assert found.sources
     assert found.device.peak("bf16") > 1e12
     with pytest.raises(HardwareError, match="states no FLOP/s for 'int3'"):
         found.device.peak("int3")
     found.write(tmp_path / "mine.json")
-    assert hardware(tmp_path / "mine.json") == found
+    assert read_hardware(tmp_path / "mine.json") == found
 
 
 def _changed(**changes: Any) -> dict[str, Any]:
-    document = hardware("h100-80").to_dict()
+    document = read_hardware("h100-80").to_dict()
     for where, value in changes.items():
         at: Any = document
         *path, last = where.split("__")
@@ -100,11 +100,11 @@ def test_what_is_no_hardware_is_refused(document: Any, said: str) -> None:
 
 def test_names_and_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(HardwareError, match="no hardware is named 'a1000', and no file is: known are a100-40"):
-        hardware("a1000")
+        read_hardware("a1000")
     (tmp_path / "text").write_text("{")
     with pytest.raises(HardwareError, match="is no JSON"):
-        hardware(tmp_path / "text")
+        read_hardware(tmp_path / "text")
     with (tmp_path / "large").open("wb") as file:
         file.truncate(17 << 20)
     with pytest.raises(HardwareError, match="17,825,792 bytes"):
-        hardware(tmp_path / "large")
+        read_hardware(tmp_path / "large")

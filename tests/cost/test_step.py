@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.cost import LEAN, Device, Layout, Run, Software, Transformer, calibrate, hardware, product_s, step_time
+from zoo.cost import LEAN, Device, Layout, Run, Software, Transformer, calibrate, product_s, read_hardware, step_time
 from zoo.cost.hardware import Measured, Tile
 
-A100 = hardware("a100-80")
+A100 = read_hardware("a100-80")
 GPT = Transformer(hidden=1024, heads=16, layers=24, seq=1024, vocab=51_200)
 LAYOUTS = st.builds(
     lambda tensor, data, pipeline, micro, n, stage, recompute, chunks: Layout(
@@ -39,7 +39,7 @@ def test_laws(layout: Layout, software: Software) -> None:
     assert 0 < found.mfu <= found.hfu < 1
     for change in ({"bytes_per_s": A100.device.bytes_per_s / 2}, {"reached": 0.4}):
         slower = dataclasses.replace(A100, device=dataclasses.replace(A100.device, **change))  # type: ignore[arg-type]
-        assert step_time(GPT, layout, slower, software).step_s >= found.step_s
+        assert step_time(GPT, layout, slower, software).step_s >= found.step_s * (1 - 1e-12)
     products = 3 * layout.global_batch * GPT.seq * 2 * (
         GPT.layers * 12 * GPT.hidden**2 + GPT.vocab * GPT.hidden + GPT.layers * 2 * GPT.seq * GPT.hidden
     )  # fmt: skip

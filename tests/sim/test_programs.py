@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zoo import sim
-from zoo.cost import hardware, product_s
+from zoo.cost import product_s, read_hardware
 from zoo.cost.events import Compute, Start, Wait, cost_on, simulate_events
 from zoo.zero import ZeroOptimizer
 
@@ -64,7 +64,7 @@ def test_messages_that_cross_do_not_wait_for_each_other() -> None:
 
 
 def test_products_and_passes_cost_what_a_device_takes() -> None:
-    device = hardware("a100-80").device
+    device = read_hardware("a100-80").device
     a, b = torch.ones(64, 96, requires_grad=True), torch.ones(96, 32)
 
     def fn(rank: int) -> None:
@@ -146,7 +146,7 @@ def test_the_runtime_hides_communication_that_is_shorter_than_its_layers(stage: 
 
 
 def test_time_does_not_depend_on_the_seed_of_the_run() -> None:
-    cost = cost_on(hardware("a100-80"))
+    cost = cost_on(read_hardware("a100-80"))
     found = {simulate_events(train(3, 2, seed).programs(), cost).ends_s for seed in range(3)}
     assert len(found) == 1
 

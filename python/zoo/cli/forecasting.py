@@ -15,9 +15,9 @@ from zoo.cost import (
     Transformer,
     forecast_layout,
     goodput,
-    hardware,
     layouts,
     nearest,
+    read_hardware,
     read_transformer,
 )  # fmt: skip
 
@@ -45,7 +45,7 @@ def forecast_of_model(
     Raises:
         ValueError: what the user can fix.
     """
-    model, found = read_transformer(path, seq=seq), hardware(machine)
+    model, found = read_transformer(path, seq=seq), read_hardware(machine)
     if software not in SOFTWARE:
         raise ValueError(f"no software is named {software!r}: known are {', '.join(SOFTWARE)}.")
     known = layouts(model, found, ranks=gpus, global_batch=batch, software=SOFTWARE[software])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from zoo.cost.hardware import Hardware
+if TYPE_CHECKING:
+    from zoo.cost.hardware import Hardware
 
 WIRE_FACTOR: dict[str, Callable[[int], float]] = {
     "all_gather": lambda n: (n - 1) / n,

@@ -23,8 +23,8 @@ __all__ = [
     "Link",
     "Measured",
     "Tile",
-    "hardware",
     "hardware_names",
+    "read_hardware",
 ]
 
 _MAX_BYTES = 16 << 20  # of a file
@@ -184,7 +184,7 @@ def hardware_names() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
-def hardware(name: str | Path) -> Hardware:
+def read_hardware(name: str | Path) -> Hardware:
     """Hardware by its name ("a100-80"), by the beginning of one ("h100"), or from a file.
 
     Raises:

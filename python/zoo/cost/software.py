@@ -1,4 +1,4 @@
-"""What a training framework adds to the operations themselves, as numbers: what :mod:`zoo.cost.calibrate` fits."""
+"""What a training framework adds to the operations themselves, as numbers: what :mod:`zoo.cost.calibration` fits."""
 
 from __future__ import annotations
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 from zoo.deepspeed.modules import Table
 from zoo.deepspeed.surface import (
     absent,
-    checkpoints,
     compression,
     configuration,
     constants,
     model_parallel,
-    optimizers,
+    ops,
     pipelines,
     root,
-    transformer,
     utilities,
     zero,
 )
@@ -39,7 +37,7 @@ def _joined(*tables: Table) -> dict[str, object]:
 
 
 TABLE: Table = _joined(  # type: ignore[assignment]
-    root.TABLE, absent.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, constants.TABLE,
-    model_parallel.TABLE, optimizers.TABLE, pipelines.TABLE, transformer.TABLE, utilities.TABLE,
+    root.TABLE, absent.TABLE, compression.TABLE, configuration.TABLE, constants.TABLE,
+    model_parallel.TABLE, ops.TABLE, pipelines.TABLE, utilities.TABLE,
     zero.TABLE,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Optimizers beside those of ``deepspeed.ops``: Muon, and those that send signs; and scales of losses."""
+"""Optimizers: Muon, and those that send signs; scales of losses; the transformer layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,22 @@ def _onebit(*names: str) -> Names:
 
 _AUX = Name(f"{_MUON}:MuonWithAuxAdam", "of zoo.optim.Muon; matrices only in groups with use_muon.")
 
+_LAYER = "zoo.deepspeed.adapters.transformer"
+_TRANSFORMER: Names = {
+    "DeepSpeedTransformerConfig": Name(
+        f"{_LAYER}.config:DeepSpeedTransformerConfig",
+        "unknown keys are told with those like them; files are UTF-8 or UTF-16; batch_size and stochastic_mode make no "
+        "difference.",
+    ),
+    "DeepSpeedTransformerLayer": Name(
+        f"{_LAYER}.layer:DeepSpeedTransformerLayer",
+        "zoo.nn.TransformerLayer, on CPU and GPU; GELU itself, as BERT; initial values are copied, biases of queries, "
+        "keys and values too; initial weights are adjusted on every rank; other arguments of forward are refused.",
+    ),
+}
+
 TABLE: Table = {
+    "": _TRANSFORMER, "ops.transformer": _TRANSFORMER, "ops.transformer.transformer": _TRANSFORMER,
     "runtime.fp16.onebit": _onebit("OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
     "runtime.fp16.onebit.adam": _onebit("OnebitAdam"),
     "runtime.fp16.onebit.lamb": _onebit("OnebitLamb"),

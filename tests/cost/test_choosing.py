@@ -17,15 +17,15 @@ from zoo.cost import (
     Transformer,
     forecast_layout,
     goodput,
-    hardware,
     layouts,
     memory_of,
     nearest,
+    read_hardware,
     read_transformer,
     transformer_of,
 )  # fmt: skip
 
-A100 = hardware("a100-80")
+A100 = read_hardware("a100-80")
 SMALL = Transformer(hidden=2048, heads=16, layers=24, seq=2048, vocab=50_000, attention="flash")
 
 
