@@ -339,6 +339,33 @@ def test_a_pass_that_fails_is_named(broken: Any) -> None:
     assert "the pass 'broken_in_tests'" in whole.reasons[True, True]
 
 
+def test_passes_that_come_later_are_tried_whatever_failed_before_them() -> None:
+    def broken(graph: Any, plan: Any) -> Any:
+        raise KeyError("nothing")
+
+    register_compile_pass("broken_in_tests", broken)
+    model = Two()
+    optimizer, _ = made(model, False)
+    schedule = [(0, ["keep", "place", "broken_in_tests"]), (1, ["keep", "place"])]
+    whole = compile_whole(optimizer.sharded, "aot_eager", schedule=schedule)
+    for step in range(2):
+        assert not whole.plans
+        step_of(model, optimizer, step)
+        assert bool(whole.reasons) == (step == 0)
+    assert whole.plans
+
+
+def test_units_that_are_compiled_later_come_in_the_place_of_the_graph() -> None:
+    model, plain = nn.Sequential(Two(), nn.Identity()), nn.Sequential(Two(), nn.Identity())
+    (optimizer, whole), (other, _) = made(model, True), made(plain, False)
+    for step in range(2):
+        if step == 1:
+            optimizer.sharded.runtime.compiled.compile_units(backend="aot_eager")
+            assert model._compiled_call_impl is not whole
+        assert torch.equal(step_of(model, optimizer, step), step_of(plain, other, step))
+    assert len(whole.plans) == 1
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_penalty_on_weights_is_counted_or_refused(overlap: bool) -> None:
     def fn(rank: int, compiles: bool) -> dict[str, torch.Tensor]:

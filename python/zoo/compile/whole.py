@@ -89,15 +89,18 @@ class WholeGraph:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
-        mode = self._model.training, torch.is_grad_enabled()
-        if mode in self.reasons or _graph_task() != -1 or torch.compiler.is_compiling() or torch._dynamo.config.disable:
-            return self._by_hooks(args, kwargs)
-        if mode[1] and (why := self._why_not()) is not None:
-            self._note(mode, NotWholeError(why))
+        if _graph_task() != -1 or torch.compiler.is_compiling() or torch._dynamo.config.disable:
             return self._by_hooks(args, kwargs)
         passes = next(p for step, p in reversed(self._schedule) if step <= self._runtime.contexts.updates)
         if passes is not self._passes:
             self._use(passes)
+            self.reasons.clear()  # these may be of what ran before
+        mode = self._model.training, torch.is_grad_enabled()
+        if mode in self.reasons:
+            return self._by_hooks(args, kwargs)
+        if mode[1] and (why := self._why_not()) is not None:
+            self._note(mode, NotWholeError(why))
+            return self._by_hooks(args, kwargs)
         if (cast := self._runtime.cast_inputs) is not None:
             args, kwargs = cast(self._model, args, kwargs) or (args, kwargs)
         try:

@@ -102,7 +102,7 @@ class Compiled:
                 bucket.parameters.hold(whole)
 
     def end(self) -> None:
-        """The hooks are gone: the model is an ordinary one."""
+        """Nothing stands for the model's own call any more."""
         if self._model._compiled_call_impl in self._calls:
             self._model._compiled_call_impl = None
 
@@ -118,7 +118,10 @@ class Compiled:
 
     def compile_units(self, **options: Any) -> int:
         """``module.compile(**options)`` of each unit that has no other one inside and is more than one layer: hooks run
-        outside of the graphs, and equal units have one. Where there is none, of the model. How many there are."""
+        outside of the graphs, and equal units have one. Where there is none, of the model. How many there are.
+
+        They come in the place of a graph of all of the model."""
+        self.end()
         above = {other for unit in self._units for other in unit.within}
         inner = [unit.module for unit in self._units if unit.name and unit not in above]
         inner = [module for module in inner if any(True for _ in module.children())]
