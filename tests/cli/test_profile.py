@@ -46,6 +46,7 @@ def test_a_function_that_makes_a_model(tmp_path: Path) -> None:
     assert "<html" in (tmp_path / "p.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Llama", "Bert", "T5"])
 def test_models_of_transformers_need_no_memory(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -135,7 +135,7 @@ def test_convolutions_plain_grouped_transposed_in_one_to_three_dims() -> None:
     assert unbatched.forward.macs == 36 * 4 * 6 * 9
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("meta", marks=pytest.mark.slow)])
 def test_recurrent_layers_and_cells(device: str) -> None:
     x = torch.randn(3, 2, 6, device=device)  # 3 steps of 2 sequences
     with torch.device(device):
@@ -221,7 +221,7 @@ def test_a_module_in_several_places_runs_as_often_and_has_its_parameters_once(sh
     assert found.module("0.linear").calls == (3 if shared else 1)
 
 
-@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("meta", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_alexnet(meta: bool) -> None:
     """Krizhevsky's "One weird trick" (2014) in torchvision's form: 714 million multiply-accumulates an image."""
     net = nn.Sequential(
@@ -241,3 +241,22 @@ def test_alexnet(meta: bool) -> None:
     )
     assert macs == batch * (convolutions + linears) == batch * 714_188_480
     assert (flops, params) == (2 * macs, 61_100_840)
+
+
+@pytest.mark.slow
+def test_flexible_attention_is_counted_as_it_is_written() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k = torch.randn(1, 4, 128, 16), torch.randn(1, 2, 64, 16)
+    found = profiled(Calls(lambda q, k: flex_attention(q, k, k, enable_gqa=True)), q, k)
+    assert found.model.forward.macs == 4 * 128 * 64 * 16 * 2
+    assert [name for name in found.operators if name.startswith("higher_order")] == ["higher_order::flex_attention"]
+
+
+@pytest.mark.slow
+def test_a_compiled_module_is_counted_as_it_is_written() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = torch.compile(net, backend="eager")
+    compiled(torch.ones(2, 4))
+    found = profiled(nn.Sequential(compiled), torch.ones(2, 4), backward=True).model
+    assert (found.forward.macs, found.backward.macs) == (32, 32)

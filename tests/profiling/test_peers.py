@@ -26,9 +26,14 @@ ELEMENTWISE = 0.05
 """Part of its FLOPs that elementwise operations are, which ours are apart: most in models as small as these."""
 
 
-@pytest.mark.parametrize("name", list(peers.MODELS))
+_LARGE = [name for name in peers.MODELS if name.split(",")[0] in ("GPT-2", "Llama", "BERT")]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in _LARGE else ()) for name in peers.MODELS]
+)
 def test_multiply_accumulates_and_parameters_are_deepspeeds(name: str) -> None:
-    if " " in name and name.split(",")[0] in ("GPT-2", "Llama", "BERT"):
+    if name in _LARGE:
         pytest.importorskip("transformers")
     torch.manual_seed(0)
     model, call = peers.MODELS[name]()

@@ -27,7 +27,14 @@ def logits_of(model: nn.Module) -> nn.Module:
     return Logits()
 
 
-@pytest.mark.parametrize(("attention", "device"), [("eager", "cpu"), ("sdpa", "cpu"), ("eager", "meta")])
+@pytest.mark.parametrize(
+    ("attention", "device"),
+    [
+        pytest.param("eager", "cpu", marks=pytest.mark.slow),
+        ("sdpa", "cpu"),
+        pytest.param("eager", "meta", marks=pytest.mark.slow),
+    ],
+)
 def test_gpt2(attention: str, device: str) -> None:
     config = transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, vocab_size=61, n_positions=16, attn_implementation=attention,
@@ -50,7 +57,7 @@ def test_gpt2(attention: str, device: str) -> None:
     assert found.module("model.lm_head").forward.macs == 30 * 32 * 61
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
 def test_llama_with_grouped_queries(attention: str) -> None:
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,

@@ -23,6 +23,8 @@ from zoo.profiling.profile import Operator, Profile, gather
 
 __all__ = ["FlopsProfiler"]
 
+_COMPILE = {"torch._dynamo", "torch.nn.attention.flex_attention"}
+"""Whoever has imported one of them may compile; the latter does by itself. To ask the compiler imports all of it."""
 _NEVER = "no profile yet: call start_profile(), run the model, then stop_profile()."
 
 
@@ -323,7 +325,7 @@ def _has_device() -> bool:
 @contextlib.contextmanager
 def _as_written() -> Iterator[None]:
     """What torch.compile has compiled runs uncompiled, where it is in use at all."""
-    if "torch._dynamo" not in sys.modules:
+    if not _COMPILE & sys.modules.keys():
         yield
         return
     with torch.compiler.set_stance("force_eager"):

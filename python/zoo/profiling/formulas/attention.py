@@ -12,7 +12,7 @@ from typing import Any, Literal
 from zoo.cost.operators import Work, attention, attention_backward, elementwise, layer_norm, matrix_product
 from zoo.profiling.formulas.call import Call, Counted, Formula, is_real
 
-__all__ = ["ATTENTION"]
+__all__ = ["ATTENTION", "HIGHER_ORDER"]
 
 Causal = bool | Literal["start", "end"]
 
@@ -129,6 +129,21 @@ def _encoder_layer(call: Call) -> Counted:
     )  # fmt: skip
     return _heads(call, "src", call["num_heads"], keys=tokens) + _bare(found)
 
+
+def _flex(call: Call) -> Counted:
+    """Whatever scores are changed or masked by: the products that all keys need."""
+    q, k, v = (tuple(int(n) for n in t.shape) for t in call.given[:3])
+    return _bare(attention(q[0], q[1], q[2], k[2], q[3], value_size=v[3], kv_heads=k[1]))
+
+
+def _flex_backward(call: Call) -> Counted:
+    q, k, v = (tuple(int(n) for n in t.shape) for t in call.given[:3])
+    found, again = attention_backward(q[0], q[1], q[2], k[2], q[3], value_size=v[3], kv_heads=k[1])
+    return _bare(found), again
+
+
+HIGHER_ORDER: dict[str, Formula] = {"flex_attention": _flex, "flex_attention_backward": _flex_backward}
+"""Of operators that take functions."""
 
 ATTENTION: dict[str, Formula] = {
     "_scaled_dot_product_flash_attention": _forward(),

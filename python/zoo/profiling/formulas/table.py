@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zoo.cost.operators import Work
-from zoo.profiling.formulas.attention import ATTENTION
+from zoo.profiling.formulas.attention import ATTENTION, HIGHER_ORDER
 from zoo.profiling.formulas.call import Call, Formula, tensors
 from zoo.profiling.formulas.others import MOVES, OTHERS, pointwise, reduction
 from zoo.profiling.formulas.products import PRODUCTS
@@ -110,7 +110,8 @@ def _tags(packet: Any) -> set[Any]:
 
 def _higher_order(op: Any) -> Kind | Formula:
     """An operator that takes functions."""
-    return _registered.get(f"higher_order::{op.name()}", Kind.UNKNOWN)
+    name = op.name()
+    return _registered.get(f"higher_order::{name}") or HIGHER_ORDER.get(name, Kind.UNKNOWN)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
