@@ -111,7 +111,8 @@ def _tags(packet: Any) -> set[Any]:
 def _higher_order(op: Any) -> Kind | Formula:
     """An operator that takes functions."""
     name = op.name()
-    return _registered.get(f"higher_order::{name}") or HIGHER_ORDER.get(name, Kind.UNKNOWN)
+    own = _registered.get(f"higher_order::{name}")
+    return HIGHER_ORDER.get(name, Kind.UNKNOWN) if own is None else own
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
