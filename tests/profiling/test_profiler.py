@@ -110,13 +110,13 @@ def test_calls_to_warm_up_to_count_and_for_the_clock() -> None:
 
 
 def test_seconds_are_those_of_the_clock_and_not_of_counting() -> None:
-    class Sleeps(nn.Module):
-        def __init__(self, seconds: float) -> None:
-            super().__init__()
-            self.seconds = seconds
+    slept = []
 
+    class Sleeps(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(self.seconds)
+            begun = time.perf_counter()
+            time.sleep(0.02)
+            slept.append(time.perf_counter() - begun)
             return x
 
     class Many(nn.Module):
@@ -125,22 +125,20 @@ def test_seconds_are_those_of_the_clock_and_not_of_counting() -> None:
                 x = x + 1
             return x
 
-    net = nn.Sequential(Sleeps(0.03), Sleeps(0.06), Many())
+    net = nn.Sequential(Sleeps(), Sleeps(), Many())
     profiler = FlopsProfiler(net)
     profiler.start_profile()
+    begun = time.perf_counter()
     net(torch.ones(1))
+    whole = time.perf_counter() - begun
     profiler.end_profile()
-    seconds = [child.seconds for child in profiler.profile.model.children]
-    assert all(child.seconds is not None for child in profiler.profile.model.children)
-    assert 0.03 <= seconds[0] < 0.06 <= seconds[1] < 0.12  # type: ignore[operator]
-    assert 0 < profiler.get_total_duration() - sum(seconds) < 0.03  # type: ignore[arg-type]
-    counting = profiler.seconds_of_counting
-    assert counting > 0
-    started = time.perf_counter()
-    net[2](torch.ones(1))
-    plain = time.perf_counter() - started
-    # Of 2,000 small operations counting costs more than the operations; most of it is left out.
-    assert seconds[2] < plain + counting  # type: ignore[operator]
+    seconds = [child.seconds or 0.0 for child in profiler.profile.model.children]
+    for told, real in zip(seconds, slept, strict=False):
+        assert told >= real
+    duration, counting = profiler.get_total_duration(), profiler.seconds_of_counting
+    assert duration >= sum(seconds)
+    assert counting > 2000 * 1e-6
+    assert duration <= whole - 0.9 * counting, "what counting took is in no seconds"
 
 
 def test_generation_is_a_mode() -> None:
