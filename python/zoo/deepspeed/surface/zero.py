@@ -1,4 +1,4 @@
-"""ZeRO: layers and contexts beside those of the root, host memory. Checkpoints: names of files, keys, universal ones."""
+"""ZeRO: layers and contexts beside those of the root. Checkpoints: names of files, keys, universal ones."""
 
 from __future__ import annotations
 
