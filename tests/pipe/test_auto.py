@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from torch import nn
 
 import zoo.engine
 from zoo import registry, sim
+from zoo.cost import read_hardware
 from zoo.pipe import LayerSpec, PipelineModule, build, split
 from zoo.pipe.choose import CANDIDATES, choose
 from zoo.pipe.estimates import LayerSize, costs_of_stages, layer_costs
+from zoo.pipe.schedules.auto import AutoSchedule
 from zoo.pipe.simulate import simulate
 from zoo.pipe.sizes import size_of
 
@@ -212,3 +216,17 @@ def test_a_schedule_as_a_mapping() -> None:
     assert placed(2, {"type": "interleaved_1f1b", "params": {"num_chunks": 4}})[0][0] == (0, 1) * 4
     with pytest.raises(ValueError, match="a mapping is"):
         PipelineModule(SPECS, num_stages=1, schedule={"name": "1f1b"})
+
+
+def test_hardware_gives_what_is_not_given(tmp_path: Path) -> None:
+    machine = read_hardware("h100")
+    known = AutoSchedule(AutoSchedule.Config(hardware="h100"))
+    assert known._rate() == machine.device.peak("bf16") * machine.device.reached
+    assert (known._latency_s, known._bytes_per_s) == (machine.between.latency_s, machine.between.bytes_per_s)
+    machine.write(tmp_path / "mine.json")
+    mine = AutoSchedule(AutoSchedule.Config(hardware=str(tmp_path / "mine.json"), flops_per_s=2.0, latency_s=3.0))
+    assert (mine._rate(), mine._latency_s, mine._bytes_per_s) == (2.0, 3.0, machine.between.bytes_per_s)
+    plain = AutoSchedule(AutoSchedule.Config())
+    assert (plain._rate(), plain._latency_s, plain._bytes_per_s) == (1e12, 0.0, math.inf)
+    with pytest.raises(ValueError, match="no hardware is named 'h9000'"):
+        AutoSchedule(AutoSchedule.Config(hardware="h9000"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zoo import registry
+from zoo.cost.hardware import read_hardware
 from zoo.pipe.choose import CANDIDATES, Candidate, Choice, choose, evenly
 from zoo.pipe.estimates import LayerCosts, LayerSize, costs_of_stages, layer_costs
 from zoo.pipe.schedules.builder import ScheduleBuilder
@@ -43,24 +44,27 @@ class AutoSchedule:
             num_micro_batches: of a batch, where the stages are placed.
             tokens: of a micro-batch: samples · positions. Where it is not given, times are those of one token, which
                 orders schedules alike as long as messages cost nothing.
-            flops_per_s: of a rank, for the estimate.
+            hardware: a name that zoo.cost knows ("h100") or a file: what products take, and messages between nodes.
+            flops_per_s: of a rank, for the estimate, in the place of the hardware's. Without either, 1e12: times are
+                then right to a factor, which orders schedules alike.
             forward_s, backward_s, kept_bytes: one number a layer and micro-batch, where that was measured, without
                 activation checkpointing. The weights' part of a backward counts as half of it. (``zoo.pipe.measure``
                 gives forward and backward in one number, mostly 1 : 2.)
-            activation_bytes, latency_s, bytes_per_s: of messages; nothing by default.
+            activation_bytes, latency_s, bytes_per_s: of messages; the hardware's, or nothing, by default.
         """
 
         max_activation_bytes: float | list[float] | None = None
         candidates: list[str | dict[str, Any]] | None = None
         num_micro_batches: int | None = None
         tokens: int | None = None
-        flops_per_s: float = 1e12
+        hardware: str | None = None
+        flops_per_s: float | None = None
         forward_s: list[float] | None = None
         backward_s: list[float] | None = None
         kept_bytes: list[float] | None = None
         activation_bytes: float = 0.0
-        latency_s: float = 0.0
-        bytes_per_s: float = math.inf
+        latency_s: float | None = None
+        bytes_per_s: float | None = None
 
         def __post_init__(self) -> None:
             for name in ("num_micro_batches", "tokens", "flops_per_s"):
@@ -84,6 +88,7 @@ class AutoSchedule:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._hardware = None if config.hardware is None else read_hardware(config.hardware)
         self._costs_of: Callable[[int], Costs] = evenly(Costs())
         self._placements: dict[int, tuple[int, ...]] = {}
         self._usable: Callable[[Sequence[int]], None] | None = None
@@ -113,10 +118,10 @@ class AutoSchedule:
                 "schedule auto got max_activation_bytes, and of a traced model nobody can tell what its layers keep: "
                 "give kept_bytes (of each layer)."
             )
-        layers = layer_costs(known, tokens=given.tokens or 1, flops_per_s=given.flops_per_s)
+        layers = layer_costs(known, tokens=given.tokens or 1, flops_per_s=found._rate())
         found._costs_of = costs_of_stages(
             self._measured(layers), bounds_of, checkpoint_interval=checkpoint_interval, checkpointed=checkpointed,
-            latency_s=given.latency_s, activation_bytes=given.activation_bytes, bytes_per_s=given.bytes_per_s,
+            latency_s=found._latency_s, activation_bytes=given.activation_bytes, bytes_per_s=found._bytes_per_s,
         )  # fmt: skip
         found._usable, found._logs = usable, logs
         if rank_of is not None:
@@ -178,7 +183,28 @@ class AutoSchedule:
         if given.forward_s:
             return "measured times"
         tokens = "" if given.tokens else ", of one token"
-        return f"times of parameters x tokens at {given.flops_per_s:.3g} FLOP/s{tokens}"
+        return f"times of parameters x tokens at {self._rate():.3g} FLOP/s{tokens}"
+
+    def _rate(self) -> float:
+        """FLOP/s of a rank."""
+        if self.config.flops_per_s is not None:
+            return self.config.flops_per_s
+        if self._hardware is None:
+            return 1e12
+        device = self._hardware.device
+        return max(device.flops_per_s.values()) * device.reached
+
+    @property
+    def _latency_s(self) -> float:
+        given = self.config.latency_s
+        return given if given is not None else self._hardware.between.latency_s if self._hardware is not None else 0.0
+
+    @property
+    def _bytes_per_s(self) -> float:
+        given = self.config.bytes_per_s
+        if given is not None:
+            return given
+        return self._hardware.between.bytes_per_s if self._hardware is not None else math.inf
 
     def _measured(self, layers: list[LayerCosts]) -> list[LayerCosts]:
         """With those costs in the place of estimates that were given."""
