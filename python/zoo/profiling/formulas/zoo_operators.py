@@ -219,7 +219,7 @@ OWN: dict[str, Formula] = {
 
 OWN_MOVES = frozenset({
     "zoo::permute", "zoo::positions_in_expert", "zoo::uniform", "zoo_compile::back_", "zoo_compile::enter_",
-    "zoo_compile::leave_", "zoo_compile::mark", "zoo_moe::count", "zoo_moe::exchange_counts", "zoo_moe::exchange_finish",
-    "zoo_moe::exchange_start",
+    "zoo_compile::leave_", "zoo_compile::mark", "zoo_moe::count", "zoo_moe::exchange_counts",
+    "zoo_moe::exchange_finish", "zoo_moe::exchange_start",
 })  # fmt: skip
 """Those that move bytes, draw numbers or count with integers: no floating-point operation."""
