@@ -210,6 +210,17 @@ class Layer(nn.Linear):
         return x if self.number == 1 else torch.tanh(super().forward(x))
 
 
+class Again(Two):
+    """It computes a layer again in backward."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = checkpoint(self.apart, x.unflatten(0, (1, -1)), use_reentrant=False)  # type: ignore[assignment]
+        return x, self.last(x)
+
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x.flatten(0, 1)))
+
+
 class Outside(Two):
     """It reads a parameter of a layer in another one."""
 
@@ -233,6 +244,7 @@ class Reads(nn.Module):
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "keeps": (Keeps, {}), "passes": (Passes, {}), "all lengths": (Two, {"dynamic": True}), "outside": (Outside, {}),
+    "again, all lengths": (Again, {"dynamic": True}),
 }  # fmt: skip
 
 
@@ -248,7 +260,8 @@ def test_a_graph_begins_what_the_hooks_begin(what: str, stage: int) -> None:
         for step in range(3):
             with optimizer.sharded.record() as actions:
                 step_of(model, optimizer, step)
-            starts.append(actions.starts())
+            # A recomputation begins within what is before it, or after that: the same is sent in the same order.
+            starts.append([(a.kind, a.label, a.moment, a.collectives) for a in actions.starts()])
         return starts, optimizer.consolidated_parameters(), whole
 
     torch._dynamo.reset()

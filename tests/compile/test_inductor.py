@@ -74,6 +74,37 @@ def test_it_trains_as_the_hooks_do(dtype: torch.dtype) -> None:
         assert apart(losses, right) <= tolerance
 
 
+class Lower(Model):
+    """It computes in bfloat16, with parameters in fp32."""
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(tokens)
+
+
+@pytest.mark.slow
+def test_casts_of_parameters_are_made_again_in_backward() -> None:
+    def fn(compiles: bool) -> list[float]:
+        torch._dynamo.reset()
+        model = Lower(Shape(1))
+        optimizer = ZeroOptimizer(
+            model, stage=3, optimizer=torch.optim.SGD, lr=0.1, param_persistence_threshold=0, max_live_parameters=0
+        )
+        whole = compile_whole(optimizer.sharded) if compiles else None
+        losses = []
+        for step in range(3):
+            loss = model(batch(step, 0))["loss"]
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert whole is None or not whole.reasons
+        assert whole is None or any(plan.remade for plan in whole.plans)
+        return losses
+
+    assert apart(fn(True), fn(False)) < 0.01
+
+
 @pytest.mark.slow
 def test_a_second_start_finds_its_code_and_runs_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -147,6 +147,9 @@ class _Maker:
         order = order if mode is None else mode.from_tensor(order)
         for node in placeholders(rewritten.graph):
             node.meta.setdefault("val", order)
+        remade = self._plan.remade if backward else {}
+        names = [node.name for node in placeholders(rewritten.graph)]
+        given = [remade[name].value if name in remade else value for name, value in zip(names, given, strict=False)]
         return rewritten, [*given, order]
 
     def _passed(self, part: fx.GraphModule, *, backward: bool) -> fx.GraphModule:

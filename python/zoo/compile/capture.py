@@ -211,7 +211,7 @@ def _requires_grad_outside(nodes: list[fx.Node]) -> bool:
     return False
 
 
-def _body(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, Sequence[fx.Node]] | None:
+def _body(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any]] | None:
     """The graph that a node runs (checkpointing), and what it is given."""
     first = node.args[0] if node.args else None
     if not isinstance(node.target, torch._ops.HigherOrderOperator) or not isinstance(first, fx.Node):
@@ -221,7 +221,7 @@ def _body(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, Sequenc
     body = getattr(graph, str(first.target), None)
     if not isinstance(body, fx.GraphModule):
         return None
-    return body, [a for a in node.args[1:] if isinstance(a, fx.Node)]
+    return body, [a for a in node.args[1:] if not (isinstance(a, fx.Node) and a.op == "get_attr")]
 
 
 def alias_of(node: fx.Node) -> bool:

@@ -21,6 +21,14 @@ class Step(NamedTuple):
     meta: dict[str, Any]
 
 
+class Remade(NamedTuple):
+    """What backward makes again: of which input of the forward graph, how, and that input as torch traced it."""
+
+    source: str
+    steps: list[Step]
+    value: Any
+
+
 @dataclass
 class GraphPlan:
     """Of a model: what was captured, and what a pass over its forward has to tell those over its backward.
@@ -29,7 +37,7 @@ class GraphPlan:
         captured: of the traced model. names: of the inputs of the forward graph, in order.
         num_returned: the first outputs of the forward graph are the model's; the others are kept for backward.
         remade: by the name of an input of the backward graph that is a parameter although torch meant something that is
-            made of it: that of the parameter's input, and how to make it.
+            made of it.
         read_last: partitioned buckets that the backward graph reads after its last event.
         backward: the graph at hand is that of backward.
         report: what passes have to say, by pass.
@@ -38,7 +46,7 @@ class GraphPlan:
     captured: Captured
     names: list[str] = field(default_factory=list)
     num_returned: int = 0
-    remade: dict[str, tuple[str, list[Step]]] = field(default_factory=dict)
+    remade: dict[str, Remade] = field(default_factory=dict)
     read_last: frozenset[Bucket] = frozenset()
     backward: bool = False
     report: dict[str, list[str]] = field(default_factory=dict)
@@ -46,7 +54,7 @@ class GraphPlan:
     def parameters(self, graph: fx.Graph) -> dict[fx.Node, tuple[Bucket, int]]:
         """The inputs of this graph that are parameters: bucket and slot of each."""
         inputs = {self.names[i]: found for i, found in self.captured.inputs.items()}
-        inputs |= {name: inputs[source] for name, (source, _) in self.remade.items()}
+        inputs |= {name: inputs[made.source] for name, made in self.remade.items()}
         return {node: inputs[node.name] for node in placeholders(graph) if node.name in inputs}
 
     def say(self, name: str, what: str) -> None:

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zoo.compile.capture import alias_of
-from zoo.compile.plan import GraphPlan, Step, placeholders, return_values, values_of
+from zoo.compile.plan import GraphPlan, Remade, Step, placeholders, return_values, values_of
 
 _CASTS: frozenset[Any] = frozenset(
     {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default, torch.ops.aten.clone.default}
@@ -58,7 +58,8 @@ def _keep(graph: fx.Graph, plan: GraphPlan) -> None:
         chain = made_of_parameter(value, parameters)
         if chain is not None:
             source: Any = chain[0].args[0]
-            plan.remade[value.name] = source.name, [Step(n.target, n.args[1:], dict(n.kwargs), n.meta) for n in chain]
+            steps = [Step(n.target, n.args[1:], dict(n.kwargs), n.meta) for n in chain]
+            plan.remade[value.name] = Remade(source.name, steps, source.meta.get("val"))
             values[i] = source
             plan.say("keep", f"{value.name} is made again from {source.name}")
     return_values(graph, values)
@@ -83,10 +84,11 @@ def _remake(graph: fx.Graph, plan: GraphPlan) -> None:
     for place in list(placeholders(graph)):
         if place.name not in plan.remade or not place.users:
             continue
+        place.meta["val"] = plan.remade[place.name].value
         users = set(place.users)
         made: fx.Node = place
         with graph.inserting_before(next(node for node in graph.nodes if node in users)):
-            for step in plan.remade[place.name][1]:
+            for step in plan.remade[place.name].steps:
                 made = graph.call_function(step.target, (made, *step.args), step.kwargs)
                 made.meta = dict(step.meta)
         for user in users:
