@@ -245,6 +245,7 @@ EFFECTS: dict[str, str] = {
     "compile.deepcompile": "tests/compile/test_engine.py::test_deepcompile_of_the_facade",
     "activation_checkpointing":
         "tests/activation_checkpointing/test_engine.py::test_every_key_of_the_section_does_what_it_says",
+    "autotuning": "tests/tuning/test_tune.py::test_every_key_of_the_section_does_what_it_says",
     "flops_profiler": "tests/profiling/test_engine.py::test_every_key_of_the_section_does_what_it_says",
     "pipeline.stages": "tests/pipe/test_faults.py::test_a_configuration_for_other_stages_is_refused",
     "tensor_parallel": "tests/tensor/test_engine.py::test_every_key_of_the_section_does_what_it_says",

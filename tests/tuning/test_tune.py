@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from zoo.cli import app
 from zoo.config import ConfigError, load
 from zoo.train import read_config
-from zoo.tuning import Candidate, JournalError, NothingRanError, Outcome, resume, tune
+from zoo.tuning import Candidate, JournalError, NothingRanError, Outcome, Processes, resume, tune
 
 
 def searched(values: dict[str, Any], runner: Any = None, **options: Any) -> Any:
@@ -122,6 +122,43 @@ def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
     (tmp_path / "results").write_text("")
     with pytest.raises(JournalError, match="cannot be written to"):
         searched(document(tmp_path))
+
+
+def test_every_key_of_the_section_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, float]] = []
+
+    def run(self: Processes, number: int, candidate: Candidate, timeout_s: float) -> Outcome:
+        seen.append((self, timeout_s))
+        return Outcome(status="measured", step_s=1.0 if number == 1 else 2.0, steps_s=(1.0,), took_s=1.0)
+
+    monkeypatch.setattr(Processes, "run", run)
+
+    def with_keys(**keys: Any) -> Any:
+        seen.clear()
+        values = document(tmp_path / str(len(list(tmp_path.iterdir()))), batch=64)
+        plain = {"tuner_type": "gridsearch", "tuner_early_stopping": None}
+        values["autotuning"] |= {**plain, **keys}
+        return tune(values, registry=registry())
+
+    (tmp_path / "none").mkdir()
+    found = with_keys(start_profile_step=4, end_profile_step=7, least_s=0.25, timeout_s=9.0, ranks=2)
+    runner, timeout_s = seen[0]
+    assert (runner.measuring.first, runner.measuring.last, runner.measuring.least_s) == (4, 7, 0.25)
+    assert (timeout_s, runner.job.ranks, runner.folder.parent.name) == (9.0, 2, "trials")
+    assert len(found.trials) == len(found.needs) == 12
+    assert len(with_keys(tuner_num_trials=5).trials) == 5
+    assert len(with_keys(tuner_early_stopping=3).trials) == 4
+    assert len(with_keys(minutes=0.1).trials) == 6
+    assert {c.micro for c in with_keys(num_tuning_micro_batch_sizes=2).needs} == {32, 64}
+    assert {c.micro for c in with_keys(max_train_micro_batch_size_per_gpu=8).needs} == {2, 4, 8}
+    assert {c.micro for c in with_keys(fast=False, min_train_micro_batch_size_per_gpu=16).needs} == {16, 32, 64}
+    assert {c.stage for c in with_keys(space={"stage": [1, 3]}).needs} == {1, 3}
+    assert 0 < len(with_keys(memory_bytes=40_000).rejected) < 12
+    one, other = ([t.candidate for t in with_keys(tuner_type=kind).trials] for kind in ("gridsearch", "random"))
+    assert one != other
+    assert set(one) == set(other)
+    for metric in ("latency", "flops", "throughput"):  # with one batch they agree
+        assert with_keys(metric=metric, enabled=True).best.candidate == one[0]
 
 
 def test_documented_keys_are_taken() -> None:

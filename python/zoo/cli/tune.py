@@ -68,7 +68,7 @@ def _run(
     from zoo.train import STOPPED
     from zoo.tuning import resume as go_on
     from zoo.tuning import tune as search
-    from zoo.tuning.tune import as_json as report
+    from zoo.tuning.tuner import as_json as report
 
     def say(text: str) -> None:
         typer.echo(text, err=as_json)

@@ -19,6 +19,6 @@ from .space import Candidate as Candidate
 from .space import Job as Job
 from .space import SpaceError as SpaceError
 from .space import candidates as candidates
-from .tune import NothingRanError as NothingRanError
-from .tune import resume as resume
-from .tune import tune as tune
+from .tuner import NothingRanError as NothingRanError
+from .tuner import resume as resume
+from .tuner import tune as tune

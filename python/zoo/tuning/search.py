@@ -115,7 +115,7 @@ class Search:
     def __post_init__(self) -> None:
         self.found = Found(
             job=self.job, needs=self.needs, rejected=rejected(self.needs, self.job, self.limit_bytes),
-            trials=list(trials_of(self.journal.events)),
+            trials=[trial for trial in trials_of(self.journal.events) if trial.candidate in self.needs],
         )  # fmt: skip
         self.model = Model(self.job, self.needs)
         self._proposals = Proposals(self.seed) if self.tuner == "model_based" else None

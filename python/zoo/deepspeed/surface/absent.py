@@ -56,7 +56,7 @@ _AUTOCAST = "section torch_autocast is the engine's own; gradients travel in the
 _DUALPIPE = 'the schedule is zoo.pipe\'s: PipelineModule(..., schedule="dualpipe_v").'
 
 ABSENT: Mapping[str, str] = {
-    "autotuning": "there is no autotuner yet; `zoo forecast` tells what a configuration needs before it runs.",
+    "autotuning": "`zoo tune` searches (zoo.tuning); these are pieces of another search.",
     "checkpoint.DeepSpeedCheckpoint": _SHAPES_OF_FILES,
     "checkpoint.ZeROCheckpoint": _SHAPES_OF_FILES,
     "checkpoint.deepspeed_checkpoint": _SHAPES_OF_FILES,

@@ -148,7 +148,21 @@ _RUNNERS: Names = {
     for name in ("IMPIRunner", "MPICHRunner", "MVAPICHRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner")
 }
 
+_TUNER = "zoo.deepspeed.adapters.utilities.tuner"
+_AUTOTUNER: Names = {
+    "Autotuner": Name(
+        f"{_TUNER}:Autotuner", "tune() is `zoo tune`: jobs of zoo train on this machine, the batch of a step kept."
+    )
+}
+
 TABLE: Table = {
+    "autotuning": _AUTOTUNER,
+    "autotuning.autotuner": _AUTOTUNER,
+    "autotuning.config": {"DeepSpeedAutotuningConfig": f"{_TUNER}:DeepSpeedAutotuningConfig"},
+    "autotuning.scheduler": {
+        "Node": f"{_TUNER}:Node",
+        "ResourceManager": Name(f"{_TUNER}:ResourceManager", "it has hosts and arguments, and runs nothing itself."),
+    },
     "launcher": {},
     "launcher.constants": {**_LAUNCHERS, "MVAPICH_TMP_HOSTFILE": f"{_LAUNCHER}:MVAPICH_TMP_HOSTFILE"},
     "launcher.launch": {"main": Refused(_NO_LAUNCHER, function=True)},
