@@ -17,7 +17,7 @@ from tests.tuning.tasks import document
 from zoo.tuning import Found, NothingRanError, resume, tune
 from zoo.tuning.journal import read
 from zoo.tuning.running import collect
-from zoo.tuning.trial import is_memory_error
+from zoo.tuning.trial import _waited_s, is_memory_error
 
 TASK = "tests.tuning.tasks:MlpTask"
 TUNE = ("-m", "zoo.cli", "tune")
@@ -48,10 +48,10 @@ def said(folder: Path, rank: int, **values: Any) -> None:
 
 
 def test_what_ranks_come_to(tmp_path: Path) -> None:
-    said(tmp_path, 0, steps_s=[1.0, 2.0, 3.0, 4.0], peak_bytes=10)
-    said(tmp_path, 1, steps_s=[2.0, 1.0, 3.0, 4.0], peak_bytes=20)
+    said(tmp_path, 0, steps_s=[1.0, 2.0, 3.0, 4.0], waits_s=[0.0, 0.0, 0.5, 0.0], peak_bytes=10)
+    said(tmp_path, 1, steps_s=[2.0, 1.0, 3.0, 4.0], waits_s=[0.0, 0.0, 1.0, 0.0], peak_bytes=20)
     good = collect(tmp_path, [0, 0], timeout_s=None, took_s=1.0)
-    assert (good.status, good.steps_s, good.step_s, good.peak_bytes) == ("measured", (2, 2, 3, 4), 2.0, (10, 20))
+    assert (good.status, good.steps_s, good.step_s, good.peak_bytes) == ("measured", (2, 2, 2, 4), 2.0, (10, 20))
     above = collect(tmp_path, [0, 0], timeout_s=None, took_s=1.0, limit_bytes=29)
     assert (above.status, above.why) == ("memory", "30 bytes were resident at most, and there are 29")
     said(tmp_path, 0, status="failed", why="RuntimeError: Connection closed by peer", at=1.0)
@@ -64,7 +64,7 @@ def test_what_ranks_come_to(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_says_nothing(tmp_path: Path) -> None:
-    said(tmp_path, 0, steps_s=[1.0], peak_bytes=10)
+    said(tmp_path, 0, steps_s=[1.0], waits_s=[0.0], peak_bytes=10)
     (tmp_path / "rank1.log").write_text("one\nFatal Python error: it is over\n\n")
     assert collect(tmp_path, [0, 3], timeout_s=None, took_s=1.0).why == "rank 1: Fatal Python error: it is over"
     (tmp_path / "rank1.log").write_text("")
@@ -81,6 +81,25 @@ def test_what_is_out_of_memory() -> None:
     assert is_memory_error(OSError(12, "Cannot allocate memory"))
     assert not is_memory_error(ValueError("out of memory of what was said"))
     assert not is_memory_error(RuntimeError("shapes"))
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not tell")
+def test_waiting_for_a_core_that_others_have_is_measured() -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            waited, until = _waited_s(), time.monotonic() + 1.0
+            while time.monotonic() < until:
+                pass
+            waited = _waited_s() - waited
+        finally:
+            other.kill()
+            other.wait()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert 0.2 < waited < 1.1
 
 
 @pytest.mark.slow

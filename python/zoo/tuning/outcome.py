@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
@@ -20,7 +19,8 @@ class Outcome:
     """Of one trial. A failure is a result: ``why`` says what it was.
 
     Attributes:
-        step_s: seconds of a step; None where it was not measured.
+        step_s: seconds of a step; None where it was not measured. steps_s: of all that were measured, without what
+            ranks waited for a core that other programs had.
         peak_bytes: the most resident memory of each rank.
         took_s: seconds that the trial cost, with starting its processes.
     """
@@ -50,8 +50,8 @@ class Runner(Protocol):
 
 
 def representative(seconds: Sequence[float]) -> float:
-    """The mean of the fastest quarter of the steps: on a machine that others use too, slow ones tell of them."""
+    """The lower quartile of the seconds of steps: on a machine that others use too, slow ones tell of them."""
     ordered = sorted(seconds)
     if not ordered or not all(math.isfinite(s) and s >= 0 for s in ordered):
         raise ValueError(f"the seconds of steps are {list(seconds)}; there is at least one, and none is negative.")
-    return statistics.fmean(ordered[: -(-len(ordered) // 4)])
+    return ordered[(len(ordered) - 1) // 4]

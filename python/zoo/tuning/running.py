@@ -171,7 +171,9 @@ def collect(
     if limit_bytes is not None and sum(peaks) > limit_bytes:
         why = f"{sum(peaks):,} bytes were resident at most, and there are {limit_bytes:,}"
         return Outcome(status="memory", why=why, peak_bytes=peaks, took_s=took_s)
-    steps = tuple(max(step) for step in zip(*(s["steps_s"] for s in said), strict=True))
+    walls = zip(*(s["steps_s"] for s in said), strict=True)
+    waits = zip(*(s["waits_s"] for s in said), strict=True)
+    steps = tuple(max(0.0, max(wall) - max(wait)) for wall, wait in zip(walls, waits, strict=True))
     return Outcome(
         status="measured", step_s=representative(steps), steps_s=steps, peak_bytes=peaks, took_s=took_s,
     )  # fmt: skip

@@ -28,28 +28,43 @@ def measure(config: Any, *, first: int, last: int, least_s: float) -> dict[str, 
         least_s: more steps are measured until they took so long in all.
 
     Returns:
-        ``steps_s``, and ``peak_bytes`` of this rank.
+        ``steps_s``, ``waits_s``, what of it this rank waited for a core that others had, and its ``peak_bytes``.
     """
     from zoo.registry import DEFAULT
     from zoo.train.job import Job
     from zoo.train.machine import peak_bytes
 
     job = Job(config, DEFAULT, quiet=True, monitors=False)
+    # Where ranks share cores among themselves their waiting is part of the job.
+    shared = job.size * job.threads > len(os.sched_getaffinity(0))
+    steps_s: list[float] = []
+    waits_s: list[float] = []
+
+    def step() -> None:
+        began, waited = time.perf_counter(), _waited_s()
+        job.step()
+        steps_s.append(time.perf_counter() - began)
+        waits_s.append(0.0 if shared else _waited_s() - waited)
+
     try:
-        seconds: list[float] = []
-        for step in range(1, last + 1):
-            began = time.perf_counter()
-            job.step()
-            if step >= first:
-                seconds.append(time.perf_counter() - began)
-        more = max(0, math.ceil((least_s - sum(seconds)) / max(1e-6, min(seconds))))
+        for _ in range(last):
+            step()
+        del steps_s[: first - 1], waits_s[: first - 1]
+        more = max(0, math.ceil((least_s - sum(steps_s)) / max(1e-6, min(steps_s))))
         for _ in range(min(200, job.world.broadcast_object(more))):  # as many on each rank
-            began = time.perf_counter()
-            job.step()
-            seconds.append(time.perf_counter() - began)
-        return {"steps_s": seconds, "peak_bytes": peak_bytes()}
+            step()
+        return {"steps_s": steps_s, "waits_s": waits_s, "peak_bytes": peak_bytes()}
     finally:
         job.engine.destroy()
+
+
+def _waited_s() -> float:
+    """Seconds for which this thread was ready and had no core, since it began (Linux; 0 where nothing says)."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def is_memory_error(error: BaseException) -> bool:

@@ -1,0 +1,1 @@
+"""The tuner's choice beside the best of the whole grid."""

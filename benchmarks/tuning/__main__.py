@@ -1,0 +1,5 @@
+"""``python -m benchmarks.tuning``."""
+
+from benchmarks.tuning.grid import main
+
+main()
