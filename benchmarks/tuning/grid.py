@@ -22,7 +22,7 @@ from zoo.tuning import Budget, Journal, Measuring, Needs, Processes, Search, can
 from zoo.tuning.search import rejected
 
 HERE = Path(__file__).parent
-PAGE, RAW = HERE / "RESULTS.md", HERE / "results.json"
+PAGE, RAW = HERE / "RESULTS.md", HERE.parents[1] / "build" / "benchmarks" / "tuning.json"
 TEXT = str(HERE.parents[1] / "LICENSE")
 TURNS, FINALISTS = 5, 3
 
