@@ -279,7 +279,10 @@ def _defaults_of_section(key: str, known: Mapping[str, Any]) -> dict[str, Any]:
         for name, field in section.model_fields.items()
         if not is_own(field)
     }
-    return {**fields, **{name: copy.deepcopy(fate.default) for name, fate in section.fates.items()}}
+    others = {name: copy.deepcopy(fate.default) for name, fate in section.fates.items()}
+    if key == "flops_profiler":
+        del others["step"]  # programs write it; DeepSpeed does not read it
+    return {**fields, **others}
 
 
 def _place(document: Mapping[str, Any], mpu: Any, mesh: Any) -> tuple[int, int]:
