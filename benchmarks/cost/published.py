@@ -38,6 +38,7 @@ FSDP = Software(
 )
 FREE_OF_FSDP = ("attention_reached", "gap_s", "link_reached", "step_s")
 STAGE_3 = Software(name="DeepSpeed's stage 3, 2021", contention=0.6, link_reached=0.8)
+"""Chosen by hand with V3 in view: contention as FSDP's, the links' part so that the slowest points come out."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,11 @@ def report() -> str:
         judge("one node, rows that calibrate", one[::2], forecast, "", one[::2]),
         judge("one node, the others", one[1::2], forecast, "≤ 6 %", one[::2]),
         judge("many nodes, nothing more fitted", many, forecast, "≤ 7 %", one[::2]),
-        judge("Megatron 2022 (V1), nothing fitted", [r for _, r in megatron_2022()],
+        judge("Megatron 2022 (V1), not calibrated", [r for _, r in megatron_2022()],
               lambda r: seconds_of(r, LEAN), "≤ 4 %, worst 8 %"),
-        judge("ZeRO-3 (V3)", [r for _, r in zero_3()], lambda r: seconds_of(r, STAGE_3), "≤ 10 %"),
+        judge("ZeRO-3 (V3), two numbers by hand", [r for _, r in zero_3()], lambda r: seconds_of(r, STAGE_3), "≤ 10 %"),
     ]  # fmt: skip
-    judged.append(judge("torchtitan (V8), nothing fitted", [r for _, r in torchtitan()],
+    judged.append(judge("torchtitan (V8), not calibrated", [r for _, r in torchtitan()],
                         lambda r: seconds_of(r, EAGER), ""))  # fmt: skip
     factors = {"vTrain, one node": found}
     fsdp = llm_foundry()
