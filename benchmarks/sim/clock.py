@@ -40,16 +40,10 @@ def clocked(spec: dict[str, Any]) -> float:
     return statistics.median(found[2:])
 
 
-def simulated(spec: dict[str, Any]) -> tuple[float, dict[str, float]]:
-    """The same, simulated; and what the last step's critical path is made of."""
+def simulated(spec: dict[str, Any], trace: Path | None = None) -> tuple[float, dict[str, float]]:
+    """The same, simulated; and what the last step's critical path is made of. ``trace``: a file for Perfetto."""
     programs = sim.Programs()
-    job.SIMULATED = True
-    try:
-        sim.run(
-            2, lambda rank: job.steps(spec, rank, lambda step: sim.compute(1e-9, f"step {step}")), programs=programs
-        )
-    finally:
-        job.SIMULATED = False
+    sim.run(2, lambda rank: job.steps(spec, rank, lambda step: sim.compute(1e-9, f"step {step}")), programs=programs)
     rate = spec["mbit"] * 1e6 / 8 / WIRE
 
     def cost(begun: Start) -> float:
@@ -59,6 +53,8 @@ def simulated(spec: dict[str, Any]) -> tuple[float, dict[str, float]]:
         return LATENCY_S + sent / rate
 
     timeline = simulate_events(programs.programs(), cost)
+    if trace is not None:
+        trace.write_text(json.dumps(timeline.to_chrome()))
     marks = [s.start_s for s in timeline.spans if s.rank == 0 and s.name.startswith("step ")]
     gaps = [b - a for a, b in itertools.pairwise(marks)]
     path: dict[str, float] = {}
@@ -101,6 +97,7 @@ def main() -> None:
     """Print a table, or write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write-results", action="store_true")
+    parser.add_argument("--trace", type=Path, help="write the last job's timeline here, for Perfetto")
     given = parser.parse_args()
     rows, errors = [], []
     for spec in JOBS:
@@ -108,7 +105,7 @@ def main() -> None:
             real = clocked(spec)
         except LinkError as error:
             sys.exit(f"no cable: {error}")
-        found, path = simulated(spec)
+        found, path = simulated(spec, given.trace)
         errors.append(found / real - 1)
         most = sorted(path.items(), key=lambda item: -item[1])[:3]
         rows.append(

@@ -26,7 +26,6 @@ def _peak_mib() -> float:
 def main() -> None:
     """One measurement: a process of its own, so that its memory is its own."""
     ranks = int(sys.argv[1])
-    job.SIMULATED = True
     programs = sim.Programs()
     imported = _peak_mib()
     begun = time.process_time()

@@ -36,8 +36,7 @@ class Start(NamedTuple):
     Attributes:
         key: of the communication, the same on all members. members: ranks of the simulation that take part.
         stream: communications of one stream and member go one after the other, in the order of their starts.
-        op, num_bytes: what it is. ranks: how many take part in truth, where ``members`` stand for more; 0: as many.
-        name: what it is for.
+        op, num_bytes: what it is. name: what it is for.
     """
 
     key: Any
@@ -45,7 +44,6 @@ class Start(NamedTuple):
     stream: Any
     op: str
     num_bytes: float = 0.0
-    ranks: int = 0
     name: str = ""
 
 
@@ -172,9 +170,9 @@ def cost_on(hardware: Hardware) -> Callable[[Start], float]:
     """
 
     def cost(start: Start) -> float:
-        size = start.ranks or len(start.members)
+        size = len(start.members)
         nodes = Counter(member // hardware.ranks_per_node for member in start.members)
-        local = max(nodes.values()) if not start.ranks else min(size, hardware.ranks_per_node)
+        local = max(nodes.values())
         op = _NAMES.get(start.op, start.op)
         if op in ("send", "recv"):
             link = hardware.inside if len(nodes) == 1 else hardware.between

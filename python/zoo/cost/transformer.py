@@ -141,15 +141,6 @@ class Transformer:
             + self.hidden * (2 if self.bias == "all" else 1)
         )
 
-    def flops_per_token(self, *, causal: bool = False) -> float:
-        """Of forward and backward, 6 a parameter that multiplies and 12 layers · width · seq of attention.
-
-        Causal counts half of the latter (Chowdhery et al. 2022, arXiv:2204.02311, appendix B has the whole).
-        """
-        multiplied = self.layers * self.layer_parameters + self.vocab * self.hidden
-        attention = 12 * self.layers * self.heads * self.dim * self.seq
-        return 6 * multiplied + (attention / 2 if causal else attention)
-
 
 def forward_of_layer(
     model: Transformer, micro_batch: int, *, tensor: int = 1, sequence_parallel: bool = False

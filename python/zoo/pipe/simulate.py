@@ -198,7 +198,7 @@ def _start(t: Transfer, rank: int, costs: Costs) -> Start:
     """Messages from one rank to another go one after the other."""
     channel = (rank, t.peer) if t.sends else (t.peer, rank)
     members = (min(channel), max(channel))
-    return Start(t.message, members, channel, "send", costs.message_bytes(t), 0, t.what)
+    return Start(t.message, members, channel, "send", costs.message_bytes(t), t.what)
 
 
 def _awaited(table: Table, rank: int, c: Computation) -> Iterator[tuple[What, int, int]]:

@@ -89,7 +89,7 @@ class Programs:
             stream += f": {first.rank} to {calls[1].rank}" + (f", tag {first.tag}" if first.tag else "")
         num_bytes = max(call.num_bytes() for call in calls)
         for call in calls:
-            call.told.start = Start(number, members, stream, first.op, num_bytes, 0, first.op)
+            call.told.start = Start(number, members, stream, first.op, num_bytes, first.op)
 
 
 class Told:
