@@ -176,16 +176,17 @@ class _Step:
     def time(self) -> StepTime:
         model, layout, soft = self.model, self.layout, self.software
         forward, backward = self._layer()
+        repeated = self._again(forward)
         layers, n, p = model.layers // layout.pipeline, layout.micro_batches, layout.pipeline
         embedding, head = self._embedding(), self._head()
         stages = []
-        gather, exposed_once = self._gathers(forward, backward)
+        gather, exposed_once = self._gathers(forward, backward, repeated)
         for index in range(p):
             last, first = index == p - 1, index == 0
             more = [embedding] * first + [head] * last
             device = layers * (forward.device_s + backward.device_s) + sum(d.device_s for d in more)
-            again = layers * self._again(forward).device_s
-            host = layers * (forward.host_s + backward.host_s + self._again(forward).host_s)
+            again = layers * repeated.device_s
+            host = layers * (forward.host_s + backward.host_s + repeated.host_s)
             host += soft.micro_batch_s + sum(d.host_s for d in more)
             stages.append((max(device + again, host) + layers * gather, device, again, host, more))
         slowest = max(stages, key=lambda s: s[0])
@@ -204,7 +205,7 @@ class _Step:
             flops=n * layout.data * layout.tensor * sum(
                 layers * (forward.flops + backward.flops) + sum(d.flops for d in s[4]) for s in stages
             ),
-            again_flops=n * layout.data * layout.tensor * model.layers * self._again(forward).flops,
+            again_flops=n * layout.data * layout.tensor * model.layers * repeated.flops,
             tokens=layout.global_batch * model.seq, ranks=layout.ranks,
             peak_flops_per_s=self.hardware.device.peak(self.dtype),
         )  # fmt: skip
@@ -301,7 +302,7 @@ class _Step:
         found = seconds(op, num_bytes, layout.data, self.hardware, local=self.local_data, rings=layout.rings)
         return found / self.software.link_reached
 
-    def _gathers(self, forward: _Direction, backward: _Direction) -> tuple[float, float]:
+    def _gathers(self, forward: _Direction, backward: _Direction, again: _Direction) -> tuple[float, float]:
         """(exposed a layer and micro-batch, once a step): gathers of stage 3 and reductions of each micro-batch."""
         layout, soft = self.layout, self.software
         if layout.stage < 2 or layout.data == 1:
@@ -310,7 +311,6 @@ class _Step:
         gather = self._over_data("all_gather", 2 * parameters) if layout.stage == 3 else 0.0
         reduce = self._over_data("reduce_scatter", soft.gradient_bytes * parameters)
         ahead = max(forward.device_s, forward.host_s)
-        again = self._again(forward)
         back = max(backward.device_s + again.device_s, backward.host_s + again.host_s)
         slowed = soft.contention * (min(gather, ahead) + min(gather + reduce, back))
         exposed = max(gather - ahead, 0.0) + max(gather + reduce - back, 0.0) + slowed
