@@ -16,6 +16,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def base_of(config: Config, ranks: int) -> Candidate:
         accumulation=config.gradient_accumulation_steps, mesh=(pipe, data, tensor),
         schedule=schedule.type if schedule is not None and pipe > 1 else "",
         offload=config.zero_optimization.offload_optimizer.device,
-        checkpointing=config.activation_checkpointing.blocks is not None,
+        checkpointing=config.activation_checkpointing.blocks is not None
+        or (pipe > 1 and config.pipeline.activation_checkpoint_interval > 0),
     )  # fmt: skip
 
 
@@ -135,8 +137,11 @@ def settings(candidate: Candidate, job: Job, *, cut: bool = True) -> dict[str, A
             found[f"zero_optimization.{key}.device"] = here
             if here == "nvme":
                 found[f"zero_optimization.{key}.nvme_path"] = job.nvme
-    if candidate.checkpointing != job.base.checkpointing:
-        found["activation_checkpointing.blocks"] = "auto" if candidate.checkpointing else None
+    piped, was_piped = candidate.pipe > 1 and cut, job.base.pipe > 1  # a pipeline checkpoints runs of its layers
+    if candidate.checkpointing != job.base.checkpointing or (candidate.checkpointing and piped != was_piped):
+        found["activation_checkpointing.blocks"] = "auto" if candidate.checkpointing and not piped else None
+        if piped or was_piped:
+            found["pipeline.activation_checkpoint_interval"] = int(candidate.checkpointing and piped)
     for path, text in candidate.extra:
         found[path] = json.loads(text)
     return found
@@ -171,6 +176,8 @@ class Needs:
         """See :class:`Need`."""
         try:
             config = with_settings(self.document, settings(candidate, self.job)).load(self.job.ranks)
+            if (refused := self._too_few_samples(candidate)) != "":
+                return Need(refused=refused)
             of_ranks = self._forecasts(candidate)
         except ConfigError as error:
             return Need(refused=str(error).splitlines()[-1].strip(" -"))
@@ -201,6 +208,24 @@ class Needs:
             job_bytes=job_bytes, state_bytes=states, activation_bytes=kept, wire_bytes=wire,
             nvme_bytes=sent.nvme_read_bytes + sent.nvme_written_bytes,
         )  # fmt: skip
+
+    def _too_few_samples(self, candidate: Candidate) -> str:
+        """Why the data set cannot fill one micro-batch of each data rank; "" where it can, or says no length."""
+        least = candidate.micro * candidate.data
+        if self.samples is None or self.samples >= least:
+            return ""
+        return (
+            f"the data set has {self.samples} samples, fewer than one micro-batch of {candidate.micro} on each of "
+            f"{candidate.data} data ranks ({least})"
+        )
+
+    @cached_property
+    def samples(self) -> int | None:
+        """Of the task's data set; None where it is not there or has no length."""
+        try:
+            return len(self.task.training_data())  # type: ignore[arg-type]
+        except Exception:  # what the task says of missing files is said where activations are counted
+            return None
 
     def _roles(self, found: Any) -> tuple[int, int, int]:
         """Bytes of parameters, gradients and optimizer states in the memory that is limited."""
@@ -241,10 +266,10 @@ class Needs:
             return 0
         key = candidate.micro, candidate.checkpointing
         if key not in self._kept:
-            self._kept[key] = self._count(config)
+            self._kept[key] = self._count(config, checkpointing=candidate.checkpointing)
         return self._kept[key]
 
-    def _count(self, config: Config) -> int:
+    def _count(self, config: Config, *, checkpointing: bool) -> int:
         from zoo.engine.building import compute_dtype, input_dtype
 
         try:
@@ -252,7 +277,8 @@ class Needs:
             micro = min(config.train_micro_batch_size_per_gpu, len(data))  # type: ignore[arg-type]
             batch = default_collate([data[0]] * micro)
             model = self.model.to(dtype=compute_dtype(config))
-            found = kept_bytes(model, batch, input_dtype(config), config.activation_checkpointing.blocks)
+            blocks = config.activation_checkpointing.blocks or ("auto" if checkpointing else None)
+            found = kept_bytes(model, batch, input_dtype(config), blocks)
         except Exception as error:  # whatever a model does with a tensor that has no values
             text = f"activations do not count, because the model does not run without values ({error})".splitlines()[0]
             self.notes += [] if text in self.notes else [text]

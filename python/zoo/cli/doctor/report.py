@@ -85,8 +85,8 @@ class Report:
         return not self.of(State.BROKEN)
 
     def of(self, state: State) -> list[Finding]:
-        """The findings in this state."""
-        return [finding for finding in self.findings if finding.state is state]
+        """The findings in this state, in the order of the report."""
+        return [finding for finding in self._sorted() if finding.state is state]
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values: ``healthy``, and ``findings`` in the order of the report."""
