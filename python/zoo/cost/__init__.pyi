@@ -5,8 +5,18 @@ from .choosing import Forecasted as Forecasted
 from .choosing import forecast_layout as forecast_layout
 from .choosing import layouts as layouts
 from .choosing import nearest as nearest
+from .collectives import Hop as Hop
+from .collectives import Traffic as Traffic
 from .collectives import seconds as seconds
+from .collectives import traffic_of as traffic_of
 from .collectives import wire_bytes as wire_bytes
+from .estimators import MemoryNeeds as MemoryNeeds
+from .estimators import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
+from .estimators import estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold
+from .estimators import estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live
+from .estimators import estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs
+from .estimators import estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold
+from .estimators import estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live
 from .events import Compute as Compute
 from .events import EventError as EventError
 from .events import Program as Program
@@ -18,6 +28,7 @@ from .events import cost_on as cost_on
 from .events import simulate_events as simulate_events
 from .failures import Goodput as Goodput
 from .failures import goodput as goodput
+from .forecast import Forecast as Forecast
 from .hardware import Channel as Channel
 from .hardware import Device as Device
 from .hardware import Hardware as Hardware

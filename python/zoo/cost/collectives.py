@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from zoo.cost.hardware import Hardware
+
+__all__ = ["WIRE_FACTOR", "Group", "Hop", "Traffic", "seconds", "traffic_of", "wire_bytes"]
 
 WIRE_FACTOR: dict[str, Callable[[int], float]] = {
     "all_gather": lambda n: (n - 1) / n,
@@ -39,6 +43,57 @@ def wire_bytes(op: str, message_bytes: int, group_size: int, num_local: int | No
         return sent, 0, 0
     inter = round(sent * (group_size - num_local) / (group_size - 1))
     return sent, sent - inter, inter
+
+
+class Group(Protocol):
+    """The ranks of a collective, such as a :class:`zoo.comm.Communicator`."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
+    @property
+    def num_local(self) -> int | None:
+        """How many of them are on this rank's node; None where nobody knows."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One collective: its kind, its group, the bytes of its whole logical buffer."""
+
+    op: str
+    comm: Group
+    message_bytes: int
+
+    def sent(self) -> tuple[int, int, int]:
+        """Bytes this rank sends: all, to its own node, to other nodes."""
+        if self.comm.size == 1:
+            return 0, 0, 0
+        return wire_bytes(self.op, self.message_bytes, self.comm.size, self.comm.num_local)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that one rank sends, by operation.
+
+    Attributes:
+        wire: all. intra: those of them for ranks of its own node. inter: those for other nodes. Neither knows of groups
+            of which nobody knows where they are.
+    """
+
+    wire: dict[str, int] = field(default_factory=dict)
+    intra: dict[str, int] = field(default_factory=dict)
+    inter: dict[str, int] = field(default_factory=dict)
+
+
+def traffic_of(hops: Iterable[Hop]) -> Traffic:
+    """The sum; what is nothing is left out."""
+    totals: list[Counter[str]] = [Counter(), Counter(), Counter()]
+    for hop in hops:
+        for total, sent in zip(totals, hop.sent(), strict=True):
+            total[hop.op] += sent
+    wire, intra, inter = ({op: sent for op, sent in total.items() if sent} for total in totals)
+    return Traffic(wire=wire, intra=intra, inter=inter)
 
 
 def seconds(

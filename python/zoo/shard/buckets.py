@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from zoo.cost.collectives import Hop
 from zoo.layout import Split, split_of
-from zoo.shard.collectives.routes import Hop, Packer, Routes
+from zoo.shard.collectives.routes import Packer, Routes
 from zoo.shard.gradients import BucketGradients
 from zoo.shard.guard import cannot_convert
 from zoo.shard.memory import Memory

@@ -34,9 +34,9 @@ import torch
 from torch import nn
 
 from zoo.comm import Handle
+from zoo.cost.collectives import Hop
 from zoo.layout import split_of
 from zoo.shard.agreement import short_digest
-from zoo.shard.collectives.routes import Hop
 from zoo.shard.dtensors import is_dtensor
 from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.families import Family, family_of

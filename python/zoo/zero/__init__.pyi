@@ -1,18 +1,3 @@
-from .forecast.costs import Forecast as Forecast
-from .forecast.estimators import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
-from .forecast.estimators import (
-    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
-)
-from .forecast.estimators import (
-    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
-)
-from .forecast.estimators import estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs
-from .forecast.estimators import (
-    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
-)
-from .forecast.estimators import (
-    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
-)
 from .layers import MemoryEfficientLinear as MemoryEfficientLinear
 from .layers import SequenceParallelAttention as SequenceParallelAttention
 from .layers import TiledLinear as TiledLinear
@@ -21,6 +6,7 @@ from .layers import dot_product_attention as dot_product_attention
 from .layers import memory_efficient_linear as memory_efficient_linear
 from .names import Drive as Drive
 from .names import DryRun as DryRun
+from .names import Forecast as Forecast
 from .names import GatheredParameters as GatheredParameters
 from .names import Init as Init
 from .names import InitReport as InitReport
@@ -32,6 +18,12 @@ from .names import Precision as Precision
 from .names import ShardedModel as ShardedModel
 from .names import Window as Window
 from .names import ZeroConfig as ZeroConfig
+from .names import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
+from .names import estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold
+from .names import estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live
+from .names import estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs
+from .names import estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold
+from .names import estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live
 from .names import register_external_parameter as register_external_parameter
 from .names import unregister_external_parameter as unregister_external_parameter
 from .optimizer import Stage0Optimizer as Stage0Optimizer

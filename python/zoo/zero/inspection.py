@@ -15,9 +15,9 @@ from zoo.shard.gradients import GradientPhase
 from zoo.zero.update.step import Stepping
 
 if TYPE_CHECKING:
+    from zoo.cost import Forecast
     from zoo.shard.buckets import Bucket
     from zoo.shard.runtime.planning import Drive
-    from zoo.zero.forecast.costs import Forecast
     from zoo.zero.update.alike import Alike
     from zoo.zero.update.loss_scale import LossScaler
 
@@ -192,7 +192,7 @@ class Inspection(Stepping):
                 forward and its backward. max_bytes: of the window.
         """
         from zoo.shard.runtime.planning import plan_of
-        from zoo.zero.forecast.costs import forecast_step
+        from zoo.zero.costs import forecast_step
 
         self.updater.decide(self.param_groups)
         plan = plan_of(self.runtime, drives, max_bytes)

@@ -1,3 +1,10 @@
+from zoo.cost import Forecast as Forecast
+from zoo.cost import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
+from zoo.cost import estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold
+from zoo.cost import estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live
+from zoo.cost import estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs
+from zoo.cost import estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold
+from zoo.cost import estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live
 from zoo.shard import Drive as Drive
 from zoo.shard import DryRun as DryRun
 from zoo.shard import GatheredParameters as GatheredParameters

@@ -12,7 +12,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.comm import CollectiveMismatchError, Communicator, Handle, RankFailedError, Then
-from zoo.shard.collectives.routes import Hop
+from zoo.cost.collectives import Hop
 from zoo.zero import ZeroOptimizer
 
 WIDTH = 16

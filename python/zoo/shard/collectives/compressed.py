@@ -23,9 +23,10 @@ import torch
 from zoo.comm import Communicator, Handle, Then
 from zoo.comm.compression import Codec, ReduceLeg, TwoStep
 from zoo.comm.handles import DONE
+from zoo.cost.collectives import Hop
 from zoo.layout import FlatLayout
 from zoo.shard.collectives.feedback import GradientFeedback
-from zoo.shard.collectives.routes import Feedback, FlatReduce, Hop, Reduce, Routes, Switch, WholeReduce
+from zoo.shard.collectives.routes import Feedback, FlatReduce, Reduce, Routes, Switch, WholeReduce
 from zoo.shard.placement.packing import BucketSpec, layout_of
 from zoo.shard.placement.placements import Placements
 

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from zoo.comm import Communicator, Handle, Then
-from zoo.shard.collectives.routes import Hop, Reduce
+from zoo.cost.collectives import Hop
+from zoo.shard.collectives.routes import Reduce
 
 if TYPE_CHECKING:
     from zoo.layout import FlatLayout

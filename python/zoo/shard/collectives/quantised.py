@@ -48,9 +48,10 @@ from functools import partial
 import torch
 
 from zoo.comm import Communicator, Handle, Then
+from zoo.cost.collectives import Hop
 from zoo.layout import FlatLayout
 from zoo.shard.collectives.feedback import Lossy
-from zoo.shard.collectives.routes import Gather, Hop, Reduce, Routes, with_replicas
+from zoo.shard.collectives.routes import Gather, Reduce, Routes, with_replicas
 from zoo.shard.placement.axes import Axes
 
 try:

@@ -1,8 +1,8 @@
 """How the bytes of a bucket travel between the ranks that split it.
 
 A route is a way to gather parameters or to reduce gradients; it says of itself which collectives it will issue
-(:class:`Hop`), which is what a forecast is made of. Legend: see ``placement/axes.py``; P elements of a bucket, chunk r
-of its flat buffer belongs to rank r of the shard group, unless ``Axes.places`` says otherwise.
+(:class:`~zoo.cost.collectives.Hop`), which is what a forecast is made of. Legend: see ``placement/axes.py``; P elements
+of a bucket, chunk r of its flat buffer belongs to rank r of the shard group, unless ``Axes.places`` says otherwise.
 
 =================  ===================================================================  ==============================
 route              collectives                                                          a rank sends, in elements
@@ -30,26 +30,11 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from zoo.comm import Communicator, Handle, Then, all_of
-from zoo.cost.collectives import wire_bytes
+from zoo.cost.collectives import Hop
 from zoo.shard.placement.axes import Axes
 
 if TYPE_CHECKING:
     from zoo.comm.compression import Codec
-
-
-@dataclass(frozen=True)
-class Hop:
-    """One collective: its kind, its group, the bytes of its whole logical buffer."""
-
-    op: str
-    comm: Communicator
-    message_bytes: int
-
-    def sent(self) -> tuple[int, int, int]:
-        """Bytes this rank sends: all, to its own node, to other nodes."""
-        if self.comm.size == 1:
-            return 0, 0, 0
-        return wire_bytes(self.op, self.message_bytes, self.comm.size, self.comm.num_local)
 
 
 class Gather(Protocol):

@@ -28,7 +28,8 @@ from __future__ import annotations
 import torch
 
 from zoo.comm import Handle, Then
-from zoo.shard.collectives.routes import Hop, Reduce, WholeReduce
+from zoo.cost.collectives import Hop
+from zoo.shard.collectives.routes import Reduce, WholeReduce
 from zoo.shard.placement.axes import Axes
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zoo.cost.collectives import Hop
 from zoo.plan import Action, Actions, Collective, Kind, Moment
 from zoo.shard.buckets import Bucket
-from zoo.shard.collectives.routes import Hop
 from zoo.shard.collectives.rows import RowReduce
 
 if TYPE_CHECKING:

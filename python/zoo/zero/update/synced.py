@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from zoo.comm import Communicator, Handle, Then, advance
+from zoo.cost.collectives import Hop
 from zoo.shard.buckets import Bucket
 from zoo.shard.collectives.compressed import CompressedLeg, CompressedMean
-from zoo.shard.collectives.routes import Hop, Switch
+from zoo.shard.collectives.routes import Switch
 from zoo.shard.offload.tiers import Tier
 from zoo.zero.update.segments import Segment
 from zoo.zero.update.tensor_collectives import BucketParts

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from zoo.cost.collectives import Hop
 from zoo.layout import Split, split_of
 from zoo.shard.buckets import Bucket
-from zoo.shard.collectives.routes import Hop
 from zoo.shard.placement.axes import Axes
 from zoo.zero.update.segments import Segment
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zoo.cost.collectives import Hop
 from zoo.shard.buckets import Bucket
-from zoo.shard.collectives.routes import Hop
 from zoo.shard.offload.tiers import OffloadError
 from zoo.zero.update.clipping import Factors, SkipsOnDevice
 from zoo.zero.update.expected import MASTER, ExpectedStates, Keeps

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from zoo.cost import MemoryNeeds
 from zoo.zero import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -14,7 +15,6 @@ from zoo.zero import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from zoo.zero.forecast.estimators import MemoryNeeds
 
 T5_3B = 2_851_598_336
 T5_LARGE = 737_668_096

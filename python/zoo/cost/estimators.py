@@ -36,15 +36,23 @@ parameters on the meta device have no address.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any
-
-from torch import nn
+from typing import Any, Protocol
 
 _GB = 2**30
+
+
+class Counted(Protocol):
+    """What is asked of a model, such as a ``torch.nn.Module``: its parameters, each once, and its modules."""
+
+    def parameters(self, recurse: bool = True) -> Iterable[Any]:
+        """Its own and those of modules within, or its own alone; each has ``numel()``."""
+
+    def modules(self) -> Iterable[Any]:
+        """Itself and all within."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +150,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    model: Counted, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> list[MemoryNeeds]:
     """:func:`estimate_zero2_model_states_mem_needs_all_cold` for a model that exists, if only on the meta device."""
     total, _ = count_params(model)
@@ -175,7 +183,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    model: Counted, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> list[MemoryNeeds]:
     """:func:`estimate_zero3_model_states_mem_needs_all_cold` for a model that exists, if only on the meta device."""
     total, largest = count_params(model)
@@ -184,7 +192,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     )
 
 
-def count_params(model: nn.Module) -> tuple[int, int]:
+def count_params(model: Counted) -> tuple[int, int]:
     """(Ψ, L): parameters of a model, shared ones once, and the most that one of its modules holds itself."""
     layers = (sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
     return sum(p.numel() for p in model.parameters()), max(layers)

@@ -1,0 +1,61 @@
+"""What a training step will cost one rank, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Forecast"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Bytes on one rank. Memory is the model states after a step; traffic is one backward and one step."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    secondary_bytes: int = 0
+    """hpZ: what forward leaves on this rank for backward, beside parameters; gone after the step."""
+    wire_bytes: Mapping[str, int]
+    """Bytes this rank sends, by operation (the convention of :class:`zoo.comm.OpStats`). Gradients that may travel as
+    rows (``sparse_gradients``) count as if they travelled whole, which is the most that it can be."""
+    intra_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Those of them for ranks of the same node, where it is known which these are."""
+    inter_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Those of them for other nodes."""
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    """Model states by tier: device, host, nvme. Where the device is the CPU, device and host are the same memory."""
+    buffers_bytes: int = 0
+    """The most host memory that buffers between memory and NVMe take."""
+    pinned_bytes: int = 0
+    """Of the host memory, what is page-locked with pin_memory."""
+    nvme_files_bytes: int = 0
+    """The size of the files, whole pages."""
+    nvme_read_bytes: int = 0
+    nvme_written_bytes: int = 0
+    """Traffic of one backward and one step with the forward before them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, and the total."""
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+    def table(self) -> str:
+        """One line a figure."""
+        rows = [
+            ("parameters in memory", self.parameters_bytes), ("gradients in memory", self.gradients_bytes),
+            ("optimizer states in memory", self.optimizer_bytes),
+            *((f"model states, tier {tier}", size) for tier, size in self.tiers.items()),
+            ("buffers of offloading", self.buffers_bytes), ("page-locked", self.pinned_bytes),
+            ("files on NVMe", self.nvme_files_bytes), ("read from NVMe a step", self.nvme_read_bytes),
+            ("written to NVMe a step", self.nvme_written_bytes),
+            *((f"sent a step, {op}", size) for op, size in self.wire_bytes.items()),
+            *((f"to other nodes, {op}", size) for op, size in self.inter_bytes.items()),
+        ]  # fmt: skip
+        return "\n".join(f"{name:<32}{size:>20,} bytes" for name, size in rows)
+
+    @property
+    def total_bytes(self) -> int:
+        """Model states: parameters, gradients and optimizer states."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes

@@ -1,1 +1,0 @@
-"""What a job will hold, send and move, before it runs."""
