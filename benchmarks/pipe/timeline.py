@@ -17,9 +17,10 @@ from benchmarks.pipe.contenders import zoo_engine
 from benchmarks.pipe.model import Batch, Shape
 from torch import nn
 
+from zoo.cost.stages import StageCosts
 from zoo.pipe import Table, build
 from zoo.pipe.schedules.table import Computation, Kind
-from zoo.pipe.simulate import Costs, Simulation, Span, simulate
+from zoo.pipe.simulate import Simulation, Span, simulate
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
 SLEEP_S: Mapping[str, float] = {"F": 0.06, "I": 0.08, "W": 0.05}
@@ -79,13 +80,13 @@ class Sleeping(nn.Module):
         return found
 
 
-def sleep_costs(table: Table) -> Costs:
+def sleep_costs(table: Table) -> StageCosts:
     """Those of the layers that :func:`measure_sleeps` runs."""
     share = table.num_ranks / table.num_stages
     forward_s, input_s, weight_s = (SLEEP_S[kind] * share for kind in "FIW")
     others = table.num_stages - 1
     # Nothing leads to an input of the first stage, and the runtime has all gradients of its weights at once.
-    return Costs(
+    return StageCosts(
         forward_s=forward_s, input_s=[input_s + weight_s, *[input_s] * others], weight_s=[0.0, *[weight_s] * others]
     )
 
@@ -122,7 +123,7 @@ def makespan(spans: Sequence[Span]) -> float:
     return max(s.end_s for s in spans) - min(s.start_s for s in spans)
 
 
-def measured_costs(ranks: Ranks, table: Table, numbers: Sequence[int]) -> Costs:
+def measured_costs(ranks: Ranks, table: Table, numbers: Sequence[int]) -> StageCosts:
     """Of each kind and stage: the mean over the micro-batches of a batch, and of that the median over batches."""
     seconds: dict[tuple[Kind, int], list[list[float]]] = {}
     for number in numbers:
@@ -138,7 +139,7 @@ def measured_costs(ranks: Ranks, table: Table, numbers: Sequence[int]) -> Costs:
         return [statistics.median(map(statistics.fmean, values)) if values else 0.0 for values in found]
 
     backward = of(Kind.BACKWARD) if any(kind is Kind.BACKWARD for kind, _ in seconds) else None
-    return Costs(
+    return StageCosts(
         forward_s=of(Kind.FORWARD), input_s=of(Kind.INPUT), weight_s=of(Kind.WEIGHT), backward_s=backward
     )  # fmt: skip
 

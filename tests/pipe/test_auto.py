@@ -17,9 +17,9 @@ from torch import nn
 import zoo.engine
 from zoo import registry, sim
 from zoo.cost import read_hardware
+from zoo.cost.stages import LayerSize, costs_of_stages, layer_costs
 from zoo.pipe import LayerSpec, PipelineModule, build, split
 from zoo.pipe.choose import CANDIDATES, choose
-from zoo.pipe.estimates import LayerSize, costs_of_stages, layer_costs
 from zoo.pipe.schedules.auto import AutoSchedule
 from zoo.pipe.simulate import simulate
 from zoo.pipe.sizes import size_of
@@ -85,10 +85,10 @@ def test_uneven_layers_are_forecast_as_they_are_cut() -> None:
             if table.num_stages <= len(specs):
                 bounds = model._bounds_of(table.num_stages)
                 work = [sum(size[a:b]) for a, b in itertools.pairwise(bounds)]
-                from zoo.pipe.simulate import Costs
+                from zoo.cost.stages import StageCosts
 
                 times[str(table)] = simulate(
-                    table, Costs(forward_s=work, input_s=[2 * work[0], *work[1:]], weight_s=[0.0, *work[1:]])
+                    table, StageCosts(forward_s=work, input_s=[2 * work[0], *work[1:]], weight_s=[0.0, *work[1:]])
                 ).makespan_s
         return times[str(model.schedule.build(2, 8))] == pytest.approx(min(times.values()))
 

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zoo.cost.stages import StageCosts, evenly
 from zoo.pipe import ScheduleError, build
-from zoo.pipe.choose import CANDIDATES, Candidate, choose, evenly
-from zoo.pipe.simulate import Costs, simulate
+from zoo.pipe.choose import CANDIDATES, Candidate, choose
+from zoo.pipe.simulate import simulate
 
-MODEL = Costs(forward_s=4.0, input_s=4.0, weight_s=4.0, kept_bytes=80.0)
+MODEL = StageCosts(forward_s=4.0, input_s=4.0, weight_s=4.0, kept_bytes=80.0)
 
 
 def test_the_fastest_that_fits_is_first_and_says_why() -> None:
@@ -66,7 +67,7 @@ def test_the_order_is_that_of_the_simulations(
     ranks: int, micro_batches: int, numbers: tuple[int, ...], limit: int | None
 ) -> None:
     forward, input_, weight, kept = map(float, numbers)
-    costs = evenly(Costs(forward_s=forward, input_s=input_, weight_s=weight, kept_bytes=kept))
+    costs = evenly(StageCosts(forward_s=forward, input_s=input_, weight_s=weight, kept_bytes=kept))
     found = choose(ranks, micro_batches, costs, limit_bytes=limit)
     assert sorted(map(str, CANDIDATES)) == sorted(str(f.candidate) for f in found.forecasts)
     keys = []
@@ -96,11 +97,11 @@ def test_limits_of_some_ranks_only() -> None:
 
 
 def test_costs_of_stages_add_up_to_those_of_the_model() -> None:
-    model = Costs(forward_s=3.0, input_s=1.0, weight_s=2.0, kept_bytes=12.0, activation_bytes=5.0, latency_s=0.25)
+    model = StageCosts(forward_s=3.0, input_s=1.0, weight_s=2.0, kept_bytes=12.0, activation_bytes=5.0, latency_s=0.25)
     four = evenly(model)(4)
     assert (four.forward_s, four.input_s, four.weight_s, four.kept_bytes) == (0.75, 0.25, 0.5, 3.0)
     assert (four.activation_bytes, four.latency_s, four.backward_s) == (5.0, 0.25, None)
-    assert evenly(Costs(backward_s=2.0))(4).backward_s == 0.5
+    assert evenly(StageCosts(backward_s=2.0))(4).backward_s == 0.5
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_costs_of_stages_add_up_to_those_of_the_model() -> None:
     [
         (lambda: choose(2, 2, evenly(MODEL), candidates=()), "no candidates"),
         (lambda: choose(2, 2, evenly(MODEL), limit_bytes=[1.0]), "1 limits for 2 ranks"),
-        (lambda: evenly(Costs(forward_s=[1.0])), "of the whole model"),
+        (lambda: evenly(StageCosts(forward_s=[1.0])), "of the whole model"),
         (lambda: choose(2, 2, evenly(MODEL), candidates=[Candidate("1f2b")]), "1f1b"),
         (lambda: choose(2, 2, evenly(MODEL), limit_bytes=math.nan), "limit_bytes=nan; a limit is a number"),
         (lambda: choose(2, 2, evenly(MODEL), limit_bytes=[1.0, -1.0]), "at least 0, or None"),
@@ -118,10 +119,10 @@ def test_costs_of_stages_add_up_to_those_of_the_model() -> None:
             r"more \(zb_v takes fewer\)\)\.$",
         ),
         (lambda: choose(2, 2, evenly(MODEL), limit_bytes=0).best, "allow more memory"),
-        (lambda: Costs(forward_s=math.nan), "costs got forward_s=nan; a cost is a finite number"),
-        (lambda: Costs(kept_bytes=[1.0, -2.0]), r"costs got kept_bytes=\[1.0, -2.0\]"),
-        (lambda: Costs(weight_s=None), "costs got weight_s=None"),  # type: ignore[arg-type]
-        (lambda: Costs(input_s="1"), "costs got input_s=1"),
+        (lambda: StageCosts(forward_s=math.nan), "costs got forward_s=nan; a cost is a finite number"),
+        (lambda: StageCosts(kept_bytes=[1.0, -2.0]), r"costs got kept_bytes=\[1.0, -2.0\]"),
+        (lambda: StageCosts(weight_s=None), "costs got weight_s=None"),  # type: ignore[arg-type]
+        (lambda: StageCosts(input_s="1"), "costs got input_s=1"),
     ],
 )
 def test_mistakes_are_told(call: Any, said: str) -> None:

@@ -12,10 +12,11 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from zoo.cli import app
+from zoo.cost.stages import StageCosts
 from zoo.pipe import build
 from zoo.pipe.plot import check_measured, draw
 from zoo.pipe.schedules import from_csv
-from zoo.pipe.simulate import Costs, simulate, write_spans
+from zoo.pipe.simulate import simulate, write_spans
 
 FOUND = simulate(build("zb_v", 2, 3))
 
@@ -66,11 +67,11 @@ def size(path: Path) -> tuple[float, float]:
 
 
 def test_what_takes_a_thousandth_as_long_is_seen_too(tmp_path: Path) -> None:
-    costs = Costs(forward_s=0.001, input_s=0.001, weight_s=0.001)
+    costs = StageCosts(forward_s=0.001, input_s=0.001, weight_s=0.001)
     measured = simulate(FOUND.table, costs).spans
     draw(FOUND, tmp_path / "other_scale.svg", measured=measured)
     assert bars(tmp_path / "other_scale.svg") == 2 * len(FOUND.spans)
-    uneven = simulate(build("1f1b", 2, 8), Costs(forward_s=[1.0, 1000.0], input_s=[1.0, 1000.0]))
+    uneven = simulate(build("1f1b", 2, 8), StageCosts(forward_s=[1.0, 1000.0], input_s=[1.0, 1000.0]))
     draw(uneven, tmp_path / "uneven.svg")
     assert size(tmp_path / "uneven.svg")[0] <= 72 * 20  # and not as wide as numbers in the shortest bars would need
     assert bars(tmp_path / "uneven.svg") == 2 * 8  # the others have no edge, which would cover them
@@ -118,7 +119,7 @@ def test_a_table_printed_as_csv_can_be_used_as_a_schedule(tmp_path: Path) -> Non
     path = tmp_path / "mine.csv"
     path.write_text(result.output)
     again = zoo("show", "--schedule", "csv", "--option", f"path={path}")
-    time = simulate(table, Costs(forward_s=1 / 12, input_s=1 / 12, weight_s=1 / 12)).makespan_s
+    time = simulate(table, StageCosts(forward_s=1 / 12, input_s=1 / 12, weight_s=1 / 12)).makespan_s
     assert f"time of a batch        {time:.4g} s" in again.output
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.pipe.battery import CASES, Case, all_sizes, some_sizes, tables
 from tests.profiles import examples
 
+from zoo.cost.stages import StageCosts
 from zoo.pipe import Kind, ScheduleError, Table, build, lower
-from zoo.pipe.simulate import Costs, Simulation, read_spans, simulate, write_spans
+from zoo.pipe.simulate import Simulation, read_spans, simulate, write_spans
 
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -58,7 +59,7 @@ def test_the_bubbles_in_figures() -> None:
 # -- any costs --------------------------------------------------------------------------------------------------------
 
 
-def solve(table: Table, costs: Costs) -> tuple[dict[Any, float], float]:
+def solve(table: Table, costs: StageCosts) -> tuple[dict[Any, float], float]:
     """When each computation starts, and the makespan: the least solution of what one time says about another.
 
     Written from the definitions and the table alone, as equations that are iterated until nothing changes.
@@ -119,12 +120,12 @@ def feeds(message: Any, c: Any) -> bool:
 
 
 @st.composite
-def costs_of(draw: st.DrawFn, num_stages: int) -> Costs:
+def costs_of(draw: st.DrawFn, num_stages: int) -> StageCosts:
     def numbers(least: int = 0) -> list[float]:
         # Eighths: sums are exact, so that both ways of adding them up are equal.
         return [n / 8 for n in draw(st.lists(st.integers(least, 40), min_size=num_stages, max_size=num_stages))]
 
-    return Costs(
+    return StageCosts(
         forward_s=numbers(),
         input_s=numbers(),
         weight_s=numbers(),
@@ -159,42 +160,42 @@ def test_transfers_that_cost_nothing_leave_nothing_exposed_and_overlap_never_cos
     table = data.draw(tables(4, 6))
     given_costs = data.draw(costs_of(table.num_stages))
     known = {name: getattr(given_costs, name) for name in given_costs.__dataclass_fields__}
-    free = simulate(table, Costs(**{**known, "latency_s": 0.0, "bytes_per_s": math.inf}))
+    free = simulate(table, StageCosts(**{**known, "latency_s": 0.0, "bytes_per_s": math.inf}))
     modes = [{"receives_ahead": True}, {"receives_ahead": False}, {"overlapped": False}]
-    times = [simulate(table, Costs(**{**known, "overlapped": True, **mode})).makespan_s for mode in modes]
+    times = [simulate(table, StageCosts(**{**known, "overlapped": True, **mode})).makespan_s for mode in modes]
     assert sum(free.exposed_s) == 0
     assert times == sorted(times)
 
 
 def test_exposed_communication_in_figures() -> None:
     table = build("1f1b", 2, 1)
-    found = simulate(table, Costs(latency_s=0.5))  # F, transfer, F, B, transfer, B
+    found = simulate(table, StageCosts(latency_s=0.5))  # F, transfer, F, B, transfer, B
     assert found.makespan_s == 7.0
     assert found.exposed_s == (0.5, 0.5)
     assert found.bubble == pytest.approx(1 - 6 / 14)
     # The second message waits for the first one; nothing else is under way.
-    inference = simulate(build("inference", 2, 2), Costs(activation_bytes=6.0, bytes_per_s=2.0))
+    inference = simulate(build("inference", 2, 2), StageCosts(activation_bytes=6.0, bytes_per_s=2.0))
     assert [(s.start_s, s.end_s) for s in inference.spans] == [(0, 1), (1, 2), (4, 5), (7, 8)]
     assert inference.exposed_s == (0, 5)
-    late = simulate(build("inference", 2, 2), Costs(activation_bytes=6.0, bytes_per_s=2.0, receives_ahead=False))
+    late = simulate(build("inference", 2, 2), StageCosts(activation_bytes=6.0, bytes_per_s=2.0, receives_ahead=False))
     assert [(s.start_s, s.end_s) for s in late.spans] == [(0, 1), (1, 2), (4, 5), (8, 9)]
     assert inference.peak_bytes == (0, 0)
 
 
 def test_kept_bytes() -> None:
     table = build("zb_h1", 2, 3)  # rank 0: F F I W F I W I W; rank 1: F I F I W F I W W
-    assert simulate(table, Costs(kept_bytes=[10, 100])).peak_bytes == (20, 200)
-    assert simulate(table, Costs(kept_bytes=[10, 100], freed_by_input=0.75)).peak_bytes == (20, 125)
-    assert simulate(build("1f1b", 2, 3), Costs(kept_bytes=4)).peak_bytes == (8, 4)
+    assert simulate(table, StageCosts(kept_bytes=[10, 100])).peak_bytes == (20, 200)
+    assert simulate(table, StageCosts(kept_bytes=[10, 100], freed_by_input=0.75)).peak_bytes == (20, 125)
+    assert simulate(build("1f1b", 2, 3), StageCosts(kept_bytes=4)).peak_bytes == (8, 4)
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: simulate(build("1f1b", 2, 2), Costs(input_s=[1, 2, 3])), "3 numbers for input_s; .* 2 stages"),
-        (lambda: Costs(forward_s=-1.0), "0 or more"),
-        (lambda: Costs(bytes_per_s=0.0), "more than 0"),
-        (lambda: Costs(freed_by_input=1.5), "at most 1"),
+        (lambda: simulate(build("1f1b", 2, 2), StageCosts(input_s=[1, 2, 3])), "3 numbers for input_s; .* 2 stages"),
+        (lambda: StageCosts(forward_s=-1.0), "0 or more"),
+        (lambda: StageCosts(bytes_per_s=0.0), "more than 0"),
+        (lambda: StageCosts(freed_by_input=1.5), "at most 1"),
     ],
 )
 def test_mistakes_are_told(call: Any, said: str) -> None:

@@ -11,8 +11,8 @@ import typer
 from zoo.cli.failure import one_sentence
 
 if TYPE_CHECKING:
+    from zoo.cost.stages import StageCosts
     from zoo.pipe import Table
-    from zoo.pipe.simulate import Costs
 
 app = typer.Typer(no_args_is_help=True, help="Look at schedules of pipelines.")
 
@@ -44,10 +44,10 @@ def _table(schedule: str, ranks: int, micro_batches: int, options: list[str] | N
     return build(schedule, ranks, micro_batches, **chosen)
 
 
-def _costs(forward: float, input_: float, weight: float, transfer: float, blocking: bool) -> Costs:
-    from zoo.pipe.simulate import Costs
+def _costs(forward: float, input_: float, weight: float, transfer: float, blocking: bool) -> StageCosts:
+    from zoo.cost.stages import StageCosts
 
-    return Costs(forward_s=forward, input_s=input_, weight_s=weight, latency_s=transfer, overlapped=not blocking)
+    return StageCosts(forward_s=forward, input_s=input_, weight_s=weight, latency_s=transfer, overlapped=not blocking)
 
 
 @app.command()
@@ -67,8 +67,8 @@ def show(
 ) -> None:
     """Print the table of a schedule, what its ranks keep, and how long a batch takes."""
     with one_sentence(shared=True):
+        from zoo.cost.stages import evenly
         from zoo.pipe import check
-        from zoo.pipe.choose import evenly
         from zoo.pipe.schedules import to_csv
         from zoo.pipe.simulate import simulate
 
@@ -106,8 +106,8 @@ def plot(
 ) -> None:
     """Draw when each rank computes what, one row a rank."""
     with one_sentence(shared=True):
+        from zoo.cost.stages import evenly
         from zoo.pipe import check
-        from zoo.pipe.choose import evenly
         from zoo.pipe.plot import draw
         from zoo.pipe.simulate import read_spans, simulate
 
@@ -141,8 +141,8 @@ def choose(
     with one_sentence(shared=True):
         from dataclasses import replace
 
+        from zoo.cost.stages import evenly
         from zoo.pipe.choose import choose as compare
-        from zoo.pipe.choose import evenly
 
         costs = replace(_costs(forward, input_, weight, transfer, blocking), kept_bytes=kept)
         typer.echo(compare(ranks, micro_batches, evenly(costs), limit_bytes=limit))

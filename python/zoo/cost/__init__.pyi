@@ -49,6 +49,12 @@ from .software import EAGER as EAGER
 from .software import LEAN as LEAN
 from .software import SOFTWARE as SOFTWARE
 from .software import Software as Software
+from .stages import LayerCosts as LayerCosts
+from .stages import LayerSize as LayerSize
+from .stages import StageCosts as StageCosts
+from .stages import costs_of_stages as costs_of_stages
+from .stages import evenly as evenly
+from .stages import layer_costs as layer_costs
 from .step import Layout as Layout
 from .step import StepTime as StepTime
 from .step import step_time as step_time

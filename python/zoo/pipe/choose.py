@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zoo.cost.stages import StageCosts
 from zoo.pipe.schedules.builder import build, check_sizes
 from zoo.pipe.schedules.table import ScheduleError, Table
-from zoo.pipe.simulate import Costs, Simulation, simulate
+from zoo.pipe.simulate import Simulation, simulate
 from zoo.pipe.validate import check
 
-__all__ = ["CANDIDATES", "Candidate", "Choice", "Forecast", "choose", "evenly"]
+__all__ = ["CANDIDATES", "Candidate", "Choice", "ScheduleForecast", "choose"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ CANDIDATES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
+class ScheduleForecast:
     """What a schedule would come to.
 
     Attributes:
@@ -56,11 +57,11 @@ class Forecast:
 class Choice:
     """All forecasts, fastest first, those that cannot be taken last."""
 
-    forecasts: tuple[Forecast, ...]
+    forecasts: tuple[ScheduleForecast, ...]
     limit_bytes: float | None
 
     @property
-    def best(self) -> Forecast:
+    def best(self) -> ScheduleForecast:
         """The fastest that fits.
 
         Raises:
@@ -122,51 +123,15 @@ class Choice:
         return "\n".join([*(line.rstrip() for line in lines), self.why()])
 
 
-def evenly(costs: Costs) -> Callable[[int], Costs]:
-    """Costs of a stage for any number of stages, from those of the whole model: stages of equal work and memory.
-
-    ``forward_s``, ``input_s``, ``weight_s``, ``backward_s`` and ``kept_bytes`` are the whole model's, one number
-    each, for a micro-batch; messages are as large wherever the model is cut.
-    """
-    whole = (costs.forward_s, costs.input_s, costs.weight_s, costs.backward_s, costs.kept_bytes, costs.activation_bytes)
-    forward, input_, weight, backward, kept, message = (None if n is None else _number(n) for n in whole)
-
-    def of(num_stages: int) -> Costs:
-        def part(number: float | None) -> float:
-            return (number or 0.0) / num_stages
-
-        return Costs(
-            forward_s=part(forward),
-            input_s=part(input_),
-            weight_s=part(weight),
-            backward_s=None if backward is None else part(backward),
-            kept_bytes=part(kept),
-            activation_bytes=message or 0.0,
-            latency_s=costs.latency_s,
-            bytes_per_s=costs.bytes_per_s,
-            overlapped=costs.overlapped,
-            receives_ahead=costs.receives_ahead,
-            freed_by_input=costs.freed_by_input,
-        )
-
-    return of
-
-
 def _rounded(time_s: float) -> float:
     """Without the rounding errors in which sums of the same numbers differ."""
     return float(f"{time_s:.9g}")
 
 
-def _number(value: float | Sequence[float]) -> float:
-    if isinstance(value, Sequence):
-        raise ValueError(f"evenly got {list(value)}, numbers of stages; it takes one number, of the whole model.")
-    return float(value)
-
-
 def choose(
     num_ranks: int,
     num_micro_batches: int,
-    costs_of: Callable[[int], Costs],
+    costs_of: Callable[[int], StageCosts],
     *,
     limit_bytes: float | Sequence[float | None] | None = None,
     candidates: Sequence[Candidate] = CANDIDATES,
@@ -178,8 +143,8 @@ def choose(
 
     Args:
         num_ranks: of the pipeline. num_micro_batches: of a batch. costs_of: the costs for a number of stages (a
-        ScheduleError says that the model cannot be cut so);
-        :func:`evenly` makes one from those of the whole model. limit_bytes: what a rank may keep for backwards
+        ValueError says that the model cannot be cut so);
+        :func:`zoo.cost.evenly` makes one from those of the whole model. limit_bytes: what a rank may keep for backwards
         (beside weights, gradients and states); one number, or one a rank, None for no limit. candidates: schedules.
         usable: raises a ScheduleError for a table that the model cannot have.
 
@@ -194,7 +159,7 @@ def choose(
         raise ValueError(f"choose got {len(limits)} limits for {num_ranks} ranks; it takes one number, or one a rank.")
     if any(limit is not None and not limit >= 0 for limit in limits):
         raise ValueError(f"choose got limit_bytes={limit_bytes}; a limit is a number of at least 0, or None.")
-    found: list[tuple[bool, float, int, Forecast]] = []
+    found: list[tuple[bool, float, int, ScheduleForecast]] = []
     for index, candidate in enumerate(candidates):
         try:
             table = build(candidate.name, num_ranks, num_micro_batches, **candidate.options)
@@ -203,17 +168,24 @@ def choose(
             check(table)
             if usable is not None:
                 usable(table)
-            simulation = simulate(table, costs_of(table.num_stages))
+            simulation = simulate(table, _costs(costs_of, table.num_stages))
         except ScheduleError as error:
             found.append(
-                (True, float("inf"), index, Forecast(candidate=candidate, simulation=None, refused=str(error)))
+                (True, float("inf"), index, ScheduleForecast(candidate=candidate, simulation=None, refused=str(error)))
             )
             continue
         refused = _too_much(simulation, limits)
-        forecast = Forecast(candidate=candidate, simulation=simulation, refused=refused)
+        forecast = ScheduleForecast(candidate=candidate, simulation=simulation, refused=refused)
         found.append((bool(refused), _rounded(simulation.makespan_s), index, forecast))
     whole = min((limit for limit in limits if limit is not None), default=None)
     return Choice(forecasts=tuple(f for *_, f in sorted(found, key=lambda entry: entry[:3])), limit_bytes=whole)
+
+
+def _costs(costs_of: Callable[[int], StageCosts], num_stages: int) -> StageCosts:
+    try:
+        return costs_of(num_stages)
+    except ValueError as error:
+        raise ScheduleError(str(error)) from error
 
 
 def _too_much(simulation: Simulation, limits: Sequence[float | None]) -> str:

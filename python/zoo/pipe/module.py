@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zoo.cost.stages import LayerSize
 from zoo.layout import declare_tied, declare_unit, split_of
 from zoo.pipe.documented import Documented
-from zoo.pipe.dry_run import misfit, outline_of
-from zoo.pipe.estimates import LayerSize
+from zoo.pipe.misfits import misfit, outline_of
 from zoo.pipe.partition import split_layers
 from zoo.pipe.runtime.losses import again
 from zoo.pipe.sizes import size_of
@@ -189,7 +189,7 @@ class PipelineModule(Documented, nn.Module):
 
     def misfit(self, x: Any) -> str | None:
         """On the rank with the first stage: a sentence on the first layer that does not take what it would get in a
-        forward of ``x``, found without numbers (:mod:`zoo.pipe.dry_run`); None where none is known."""
+        forward of ``x``, found without numbers (:mod:`zoo.pipe.misfits`); None where none is known."""
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
         return misfit(self._outlines, x, names=self._names, dtype=dtype, training=self.training)
 

@@ -5,94 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsFloat
+from typing import Any
 
 from zoo.cost.events import Compute, EventError, Start, Wait, simulate_events
+from zoo.cost.stages import ComputationKind, StageCosts
 from zoo.pipe.lowering import Program, Transfer, What, lower, message_of
 from zoo.pipe.schedules.placing import needs
 from zoo.pipe.schedules.table import Computation, Kind, ScheduleError, Table
 
-__all__ = ["Costs", "Simulation", "Span", "read_spans", "simulate", "write_spans"]
-
-PerStage = float | Sequence[float]
-_BY_STAGE = ("forward_s", "input_s", "weight_s", "backward_s", "activation_bytes", "kept_bytes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """What a micro-batch costs in each stage: one number for all stages, or one for each.
-
-    Attributes:
-        forward_s: F.
-        input_s: I.
-        weight_s: W.
-        backward_s: B; None: I + W.
-        activation_bytes: of the message from a stage to the next one, and of the gradient that comes back for it.
-        latency_s: of every message.
-        bytes_per_s: of a channel (from one rank to another); messages of a channel go one after the other.
-        overlapped: whether ranks compute while messages are under way. If not, a rank stays at the boundary of a slot
-            until all of its transfers there are through.
-        receives_ahead: whether receives are posted before the messages come (a ring of buffers, a transport that keeps
-            what comes), so that a message goes when its sender has come to it. If not, or without ``overlapped``, it
-            goes when both sides have come to the boundary after its slot.
-        kept_bytes: what F keeps for the backward of a stage.
-        freed_by_input: the part of it that I frees; W frees the rest, B all of it.
-    """
-
-    forward_s: PerStage = 1.0
-    input_s: PerStage = 1.0
-    weight_s: PerStage = 1.0
-    backward_s: PerStage | None = None
-    activation_bytes: PerStage = 0.0
-    latency_s: float = 0.0
-    bytes_per_s: float = math.inf
-    overlapped: bool = True
-    receives_ahead: bool = True
-    kept_bytes: PerStage = 1.0
-    freed_by_input: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in (*_BY_STAGE, "latency_s"):
-            given = getattr(self, name)
-            numbers = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-            if given is None and name == "backward_s":
-                continue
-            if not all(isinstance(n, SupportsFloat) and 0 <= float(n) < math.inf for n in numbers):
-                raise ValueError(f"costs got {name}={given}; a cost is a finite number of 0 or more.")
-        if not 0 <= self.freed_by_input <= 1 or not self.bytes_per_s > 0:
-            raise ValueError(
-                f"costs got freed_by_input={self.freed_by_input} and bytes_per_s={self.bytes_per_s}; the first is a "
-                "part, at most 1, and the second is more than 0."
-            )
-
-    def seconds(self, c: Computation) -> float:
-        """Of a computation."""
-        kind, stage = c.kind, c.stage
-        if kind is Kind.FORWARD:
-            return _of(self.forward_s, stage)
-        if kind is Kind.BACKWARD:
-            whole = self.backward_s
-            return _of(self.input_s, stage) + _of(self.weight_s, stage) if whole is None else _of(whole, stage)
-        return _of(self.input_s if kind is Kind.INPUT else self.weight_s, stage)
-
-    def message_bytes(self, t: Transfer) -> float:
-        """Of a message. The gradient for stage s is as large as what stage s sent."""
-        return _of(self.activation_bytes, t.stage if t.what == "activation" else t.stage - 1)
-
-    def message_s(self, start: Start) -> float:
-        """Of a message: latency + bytes / bandwidth."""
-        return self.latency_s + start.num_bytes / self.bytes_per_s
-
-    def check(self, num_stages: int) -> None:
-        """Raise ValueError where there are numbers for another number of stages."""
-        for name in _BY_STAGE:
-            given = getattr(self, name)
-            if isinstance(given, Sequence) and len(given) != num_stages:
-                raise ValueError(f"costs have {len(given)} numbers for {name}; the schedule has {num_stages} stages.")
-
-
-def _of(value: PerStage, stage: int) -> float:
-    return value if type(value) is float else float(value[stage] if isinstance(value, Sequence) else value)
+__all__ = ["Simulation", "Span", "read_spans", "simulate", "write_spans"]
 
 
 @dataclass(frozen=True)
@@ -132,7 +53,7 @@ class Simulation:
         return 1.0 - math.fsum(self.busy_s) / whole if whole > 0 else 0.0
 
 
-def simulate(table: Table, costs: Costs | None = None, *, programs: Sequence[Program] | None = None) -> Simulation:
+def simulate(table: Table, costs: StageCosts | None = None, *, programs: Sequence[Program] | None = None) -> Simulation:
     """Run the programs of a table with costs in the place of work.
 
     A rank runs its steps in order. A computation begins when the one before it is done and what it received is there.
@@ -148,11 +69,11 @@ def simulate(table: Table, costs: Costs | None = None, *, programs: Sequence[Pro
         ValueError: costs for another number of stages.
         ScheduleError: ranks that wait for each other.
     """
-    costs = costs if costs is not None else Costs()
+    costs = costs if costs is not None else StageCosts()
     costs.check(table.num_stages)
     lowered = lower(table) if programs is None else programs
     try:
-        found = simulate_events(programs_of(table, costs, lowered), costs.message_s)
+        found = simulate_events(programs_of(table, costs, lowered), lambda start: costs.message_s(start.num_bytes))
     except EventError as error:
         raise ScheduleError(f"{table.name}: {error} zoo.pipe.validate says more.") from error
     spans = []
@@ -167,14 +88,14 @@ def simulate(table: Table, costs: Costs | None = None, *, programs: Sequence[Pro
         makespan_s=found.makespan_s,
         exposed_s=found.wire_s,
         peak_bytes=tuple(_peak(table.order(rank), costs) for rank in ranks),
-        busy_s=tuple(math.fsum(costs.seconds(c) for c in table.order(rank)) for rank in ranks),
+        busy_s=tuple(math.fsum(costs.seconds(_NAME[c.kind], c.stage) for c in table.order(rank)) for rank in ranks),
     )
 
 
-_NAME = {kind: kind.value for kind in Kind}
+_NAME: dict[Kind, ComputationKind] = {kind: kind.value for kind in Kind}
 
 
-def programs_of(table: Table, costs: Costs, programs: Sequence[Program]) -> list[list[Compute | Start | Wait]]:
+def programs_of(table: Table, costs: StageCosts, programs: Sequence[Program]) -> list[list[Compute | Start | Wait]]:
     """What each rank computes, begins and waits for, in the words of :mod:`zoo.cost.events`."""
     ahead = costs.overlapped and costs.receives_ahead
     found = []
@@ -184,9 +105,10 @@ def programs_of(table: Table, costs: Costs, programs: Sequence[Program]) -> list
             items += [_start(t, rank, costs) for step in program for t in step.transfers if not t.sends]
         for step in program:
             if step.computation is not None:
+                kind = _NAME[step.computation.kind]
                 awaited = tuple(_awaited(table, rank, step.computation))
                 items += [Wait(awaited)] * bool(awaited)
-                items.append(Compute(costs.seconds(step.computation), _NAME[step.computation.kind]))
+                items.append(Compute(costs.seconds(kind, step.computation.stage), kind))
             items += [_start(t, rank, costs) for t in step.transfers if t.sends or not ahead]
             if not costs.overlapped and step.transfers:
                 items.append(Wait(tuple(t.message for t in step.transfers)))
@@ -194,11 +116,11 @@ def programs_of(table: Table, costs: Costs, programs: Sequence[Program]) -> list
     return found
 
 
-def _start(t: Transfer, rank: int, costs: Costs) -> Start:
+def _start(t: Transfer, rank: int, costs: StageCosts) -> Start:
     """Messages from one rank to another go one after the other."""
     channel = (rank, t.peer) if t.sends else (t.peer, rank)
     members = (min(channel), max(channel))
-    return Start(t.message, members, channel, "send", costs.message_bytes(t), t.what)
+    return Start(t.message, members, channel, "send", costs.message_bytes(t.what, t.stage), t.what)
 
 
 def _awaited(table: Table, rank: int, c: Computation) -> Iterator[tuple[What, int, int]]:
@@ -209,11 +131,11 @@ def _awaited(table: Table, rank: int, c: Computation) -> Iterator[tuple[What, in
             yield message
 
 
-def _peak(order: Sequence[Computation], costs: Costs) -> float:
+def _peak(order: Sequence[Computation], costs: StageCosts) -> float:
     part = {Kind.FORWARD: 1.0, Kind.INPUT: -costs.freed_by_input, Kind.WEIGHT: costs.freed_by_input - 1.0}
     kept = most = 0.0
     for c in order:
-        kept += _of(costs.kept_bytes, c.stage) * part.get(c.kind, -1.0)
+        kept += costs.kept(c.stage) * part.get(c.kind, -1.0)
         most = max(most, kept)
     return most if any(c.kind is not Kind.FORWARD for c in order) else 0.0
 

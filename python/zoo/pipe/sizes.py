@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from zoo.pipe.estimates import LayerSize
+from zoo.cost.stages import LayerSize
 from zoo.pipe.specs import LayerSpec
 from zoo.pipe.tracing.segments import Segment
 

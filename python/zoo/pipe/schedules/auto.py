@@ -10,11 +10,10 @@ from typing import Any
 
 from zoo import registry
 from zoo.cost.hardware import read_hardware
-from zoo.pipe.choose import CANDIDATES, Candidate, Choice, choose, evenly
-from zoo.pipe.estimates import LayerCosts, LayerSize, costs_of_stages, layer_costs
+from zoo.cost.stages import LayerCosts, LayerSize, StageCosts, costs_of_stages, evenly, layer_costs
+from zoo.pipe.choose import CANDIDATES, Candidate, Choice, choose
 from zoo.pipe.schedules.builder import ScheduleBuilder
 from zoo.pipe.schedules.table import ScheduleError, Table
-from zoo.pipe.simulate import Costs
 
 __all__ = ["AutoSchedule"]
 
@@ -31,7 +30,7 @@ class AutoSchedule:
     placement. Both are the same on all ranks, which have the same layers and options; rank 0 of the pipeline logs them
     with the reason (logger ``zoo.pipe``).
 
-    Costs are those of ``zoo.pipe.estimates``, of the model's own partition, or those that are given by layer.
+    Costs are those of ``zoo.cost.stages``, of the model's own partition, or those that are given by layer.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -89,7 +88,7 @@ class AutoSchedule:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._hardware = None if config.hardware is None else read_hardware(config.hardware)
-        self._costs_of: Callable[[int], Costs] = evenly(Costs())
+        self._costs_of: Callable[[int], StageCosts] = evenly(StageCosts())
         self._placements: dict[int, tuple[int, ...]] = {}
         self._usable: Callable[[Sequence[int]], None] | None = None
         self._logs = False

@@ -15,7 +15,7 @@ import zoo.engine
 from zoo import sim
 from zoo.comm import Communicator, no_collectives
 from zoo.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from zoo.pipe.dry_run import misfit, outline_of
+from zoo.pipe.misfits import misfit, outline_of
 
 X, Y = torch.ones(5, 4), torch.ones(5, 2)
 
