@@ -6,6 +6,7 @@ from .offload import OffloadError as OffloadError
 from .offload import OffloadOptimizerConfig as OffloadOptimizerConfig
 from .offload import OffloadParamConfig as OffloadParamConfig
 from .partitioned import PartitionedAccessError as PartitionedAccessError
+from .partitioned import ReadPolicy as ReadPolicy
 from .placement.precision import Precision as Precision
 from .runtime.external import register_external_parameter as register_external_parameter
 from .runtime.external import unregister_external_parameter as unregister_external_parameter

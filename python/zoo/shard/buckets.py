@@ -123,7 +123,6 @@ class Bucket:
         self.in_turn: Callable[[Bucket], None] | None = None
         self.leases, self.active, self.context_serial = 0, 0, -1
         self.read_whole = False  # since the latest update, outside of forward and backward
-        self.quiet = False  # what is not here reads as nothing, and is no error: a partitioned gradient, a state_dict
         self.parameters = BucketParameters(self, source)
         try:
             self.gradients = BucketGradients(self) if spec.trainable else None

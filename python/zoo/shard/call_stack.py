@@ -1,7 +1,8 @@
 """What depends on who has called: Python does not tell by other means.
 
 Whether a module's call is still running (no hook hears of a ``KeyboardInterrupt`` that has ended it), and who reads a
-parameter of which only a shard is here: torch's and transformers' functions for saving ask for what others may not.
+parameter of which only a shard is here: torch's functions for saving ask for what others may not, and so do those that
+the model's :class:`~zoo.shard.partitioned.ReadPolicy` names.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.shard.partitioned import PartitionedAccessError
+from zoo.shard.partitioned import PartitionedAccessError, ReadPolicy
 
 SAVES = nn.Module._save_to_state_dict.__code__
 TORCH_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
-_READ_NAMES = ("transformers.",)
+_DEFAULT = ReadPolicy()
 _CALLS = ("_call_impl", "_wrapped_call_impl", "_compiled_call_impl")
 
 
@@ -65,8 +66,8 @@ def nothing_of(parameter: Any) -> torch.Tensor | None:
     """What a ``state_dict()`` holds of a parameter of which only a shard is here, where it is asked for its names.
 
     transformers does so at stage 3 before it loads weights, and on ranks that do not save. It gets a tensor without
-    memory (of the device "meta"), of which nothing can be computed or written; None for anybody else, unless the
-    bucket is ``quiet``.
+    memory (of the device "meta"), of which nothing can be computed or written; None for whom the model's
+    :class:`ReadPolicy` does not name.
 
     Raises:
         PartitionedAccessError: the values would be written (``save_pretrained``), see :func:`_refuse_saving`.
@@ -74,10 +75,12 @@ def nothing_of(parameter: Any) -> torch.Tensor | None:
     frame: FrameType | None = sys._getframe(2)
     if frame is None or frame.f_code is not SAVES:
         return None
-    if not getattr(parameter._zoo_bucket, "quiet", False):
+    owner = getattr(parameter._zoo_bucket, "owner", None)  # what Init made has none yet
+    names_for = getattr(owner and owner(), "reads", _DEFAULT).names_for
+    if names_for is not None:
         while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
             frame = frame.f_back
-        if frame is None or not str(frame.f_globals.get("__name__", "")).startswith(_READ_NAMES):
+        if frame is None or not str(frame.f_globals.get("__name__", "")).startswith(names_for):
             return None
     _refuse_saving(parameter, frame)
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

@@ -163,9 +163,10 @@ def _get_grad(self: Any) -> torch.Tensor | None:
         with _disable_current_modes():
             found = bucket.gradients.visible(self._zoo_slot)
         return None if isinstance(found, PartitionedGradient) else found
-    found = bucket.gradients.visible(self._zoo_slot)
-    quiet = bucket.quiet and bucket.placements.states.is_split  # else programs count on gradients, and are told
-    return None if quiet and isinstance(found, PartitionedGradient) else found
+    found: torch.Tensor | None = bucket.gradients.visible(self._zoo_slot)
+    if not isinstance(found, PartitionedGradient) or not bucket.placements.states.is_split:
+        return found  # what every rank updates, programs count on, and are told
+    return found if bucket.owner().reads.gradients else None
 
 
 def _set_grad(self: Any, value: torch.Tensor | None) -> None:

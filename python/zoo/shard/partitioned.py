@@ -8,6 +8,7 @@ reads or writes values (:func:`look_at` knows what does not); a gradient that is
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,6 +19,21 @@ if TYPE_CHECKING:
 
 class PartitionedAccessError(RuntimeError, ValueError):
     """A parameter or gradient was touched while only a shard of it is on this rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPolicy:
+    """What programs get that read what is not on this rank; a model has one, :attr:`zoo.shard.ShardedModel.reads`.
+
+    Attributes:
+        names_for: packages whose functions get tensors without memory (device "meta") from ``state_dict()``, because
+            they ask it for names: prefixes of module names; None: everybody does. Others get PartitionedAccessError.
+        gradients: ``p.grad`` of a partitioned gradient is a tensor that refuses to give values. False: it is None, so
+            that loops over gradients pass it by.
+    """
+
+    names_for: tuple[str, ...] | None = ("transformers.",)
+    gradients: bool = True
 
 
 _DATA: Any = torch.Tensor.data  # the C level attribute beneath the property

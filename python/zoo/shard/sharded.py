@@ -32,6 +32,7 @@ from zoo.shard.guard import release as release_parameter
 from zoo.shard.members import Members
 from zoo.shard.memory import StepMemory
 from zoo.shard.offload.stores import open_stores
+from zoo.shard.partitioned import ReadPolicy
 from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.families import check_ranks, ranks_of
 from zoo.shard.placement.plan import check_rows
@@ -90,7 +91,7 @@ class ShardedModel:
         writes: finds what the user writes in place.
         module_buffers: what keeps buffers alike on all ranks, None where each rank keeps its own.
         dtensors: the parameters that were DTensors, and what stands for them.
-        members: finds parameters that came after construction.
+        members: finds parameters that came after construction. reads: what programs get that read what is not here.
     """
 
     def __init__(
@@ -126,9 +127,8 @@ class ShardedModel:
             enter_mesh(module, mesh)
         if self.comm.backend in ("gloo", "nccl"):
             report_uncaught()  # what ends one rank is told to those that wait for it
-        self.closed, self.switch, self._splits = False, switch, False
-        self.buckets: list[Bucket] = []
-        self.executor = Executor()
+        self.closed, self.switch, self._splits, self.reads = False, switch, False, ReadPolicy()
+        self.buckets, self.executor = list[Bucket](), Executor()
         self._to_give: list[Bucket] | None = None  # while it is being closed
         self.scratch: Scratch | None = None
         self.dtensors = DTensors(module, mesh)

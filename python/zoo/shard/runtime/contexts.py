@@ -119,6 +119,11 @@ class Context:
         self.left = 0
         self.cursor = -1  # before backward first comes here
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.owner or f"pass {self.serial}"
+
     def use(self, buckets: Sequence[Bucket]) -> None:
         """A unit that uses these buckets has started."""
         serial, start = self.serial, len(self.calls)
@@ -196,6 +201,15 @@ class Contexts:
         """The parameters have other values: no backward may go through a forward from before."""
         self.expire()
         self.updates += 1
+
+    def refuse_driven(self) -> None:
+        """Raise RuntimeError if a schedule has not brought a forward back."""
+        waiting = [context.owner for context in self.driven if context.calls]
+        if waiting:
+            raise RuntimeError(
+                f"a step with {len(waiting)} open micro-batch(es): {', '.join(waiting[:5])}. Run the backward of each "
+                "first, or end it: window.end(key)."
+            )
 
     def expire(self, which: Sequence[Context] | None = None) -> None:
         """Take the leases of these contexts away; of all that nobody drives by default."""

@@ -10,11 +10,15 @@ finding it is collective.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from zoo.shard.buckets import bucket_of
+
+if TYPE_CHECKING:
+    from zoo.shard.runtime.contexts import Unit
 
 _KEY = "_zoo_external_parameters"
 
@@ -62,6 +66,22 @@ def registered(module: nn.Module) -> list[nn.Parameter]:
     """The parameters registered by hand."""
     found: list[nn.Parameter] = module.__dict__.get(_KEY, [])
     return found
+
+
+def unit_around(module: nn.Module, model: nn.Module, units: Iterable[Unit]) -> Unit:
+    """The innermost of these units of a model that has ``module``; names may have changed since they were made.
+
+    Raises:
+        ValueError: the module is not part of the model.
+    """
+    modules = dict(model.named_modules())
+    path = next((name for name, found in modules.items() if found is module), None)
+    if path is None:
+        raise ValueError(f"this {type(module).__name__} is not part of the model of the optimizer.")
+    hooked = {id(unit.module): unit for unit in units}
+    while id(modules[path]) not in hooked:
+        path = path.rpartition(".")[0]
+    return hooked[id(modules[path])]
 
 
 def _apply(module: nn.Module, parameter: nn.Parameter, *, present: bool) -> bool:

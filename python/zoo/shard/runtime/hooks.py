@@ -28,7 +28,7 @@ from zoo.shard.runtime.backward import Backward
 from zoo.shard.runtime.compiled import Compiled
 from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Unit
 from zoo.shard.runtime.executor import Executor
-from zoo.shard.runtime.external import registered
+from zoo.shard.runtime.external import registered, unit_around
 from zoo.shard.runtime.outputs import hook_gradient, refuse_output, tensors_in
 from zoo.shard.runtime.residency import Residency, ResidencyPolicy
 from zoo.shard.runtime.walk import Demand, Reductions
@@ -78,8 +78,7 @@ class Runtime:
         votes: GatherVotes | None,
     ) -> None:
         self.unreduced = self.reduced = self.waiting = False
-        self.executor, self.recovery = executor, recovery
-        self._votes = votes
+        self.executor, self.recovery, self._votes = executor, recovery, votes
         self.buckets = list(buckets)
         self._mine = frozenset(buckets)
         self.reductions = Reductions(self.buckets, executor, reduce_dtype=precision.reduce)
@@ -328,9 +327,9 @@ class Runtime:
         """What runs now: forward, backward or outside; of which context; at the call of which unit."""
         backward = self.backward
         if (at := backward.walk.place) is not None:
-            return "backward", _name_of(at[0]), at[1] or "(model)"
+            return "backward", at[0].name, at[1] or "(model)"
         if self._running:
-            context = _name_of(self._context) if self._context is not None else ""
+            context = self._context.name if self._context is not None else ""
             return "forward", context, self._running[-1].name or "(model)"
         # While a backward ends it counts as failed, until it has.
         return "backward" if backward.running or backward.failed else "outside", "", ""
@@ -378,16 +377,10 @@ class Runtime:
 
     def set_external(self, module: nn.Module, bucket: Bucket, *, present: bool) -> bool:
         """A bucket is used in the forward of ``module``, or no longer; whether that changed anything."""
-        modules = dict(self._model.named_modules())
-        path = next((name for name, found in modules.items() if found is module), None)
-        if path is None:
-            raise ValueError(f"this {type(module).__name__} is not part of the model of the optimizer.")
+        unit = unit_around(module, self._model, self.hooked.values())
         if self._depth:
             raise ValueError("external parameters are registered outside of the model's forward.")
-        hooked = {id(unit.module): unit for unit in self.hooked.values()}  # its path may have been another one then
-        while id(modules[path]) not in hooked:
-            path = path.rpartition(".")[0]
-        return hooked[id(modules[path])].set_external(bucket, present=present)
+        return unit.set_external(bucket, present=present)
 
     def _take_external(self, bucket: Bucket, slot: int) -> bool:
         """A parameter was touched while no unit that has it runs: the running one takes it from now on."""
@@ -454,12 +447,7 @@ class Runtime:
         self.settle_failure()
         if self.backward.failed:
             raise RuntimeError(FAILED)
-        waiting = [c.owner for c in self.contexts.driven if c.calls]
-        if waiting:
-            raise RuntimeError(
-                f"a step with {len(waiting)} open micro-batch(es): {', '.join(waiting[:5])}. Run the backward of each "
-                "first, or end it: window.end(key)."
-            )
+        self.contexts.refuse_driven()
 
     def settle_failure(self) -> None:
         """Before this rank goes on after a backward that failed: the others must have failed too, at the same place.
@@ -503,10 +491,6 @@ class Runtime:
             self.residency.clear()
         for bucket in self.buckets:
             bucket.read_whole = False
-
-
-def _name_of(context: Context) -> str:
-    return context.owner or f"pass {context.serial}"
 
 
 def _above(name: str) -> Iterator[str]:

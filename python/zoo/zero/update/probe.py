@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.zero.update.trial import Trial, found_in, held_by, in_trial, without_params
+from zoo.zero.update.trial import Trial, in_trial, without_params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,8 @@ def try_out(wrapped: Wrapped) -> Tried:
     check_learning_rates(groups, options)
     parameters = [p for g in groups for p in g["params"]]
     if wrapped.cannot_rebuild is not None:
+        from zoo.zero.update.held_parameters import found_in
+
         found_in(wrapped.instance, parameters)  # addresses are refused
         return Tried([without_params(g) for g in groups], wrapped.cannot_rebuild, objects=True)
 
@@ -83,6 +85,7 @@ def try_out(wrapped: Wrapped) -> Tried:
     name = getattr(make, "__name__", str(make))
     if _is_plain(wrapped.instance or made):
         return Tried(found, _why_whole(make, options, build, name))
+    from zoo.zero.update.held_parameters import found_in, held_by
 
     where = found_in(wrapped.instance or made, parameters, held_by(made))
     if where is not None:

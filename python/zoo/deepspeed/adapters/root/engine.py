@@ -19,6 +19,7 @@ from zoo.deepspeed.adapters.root.lifetimes import keep, thaw
 from zoo.deepspeed.adapters.root.optimizer import refuse_endless_overflows, smallest_scale, view_of
 from zoo.deepspeed.adapters.utilities.timers import throughput_timer
 from zoo.engine import Engine
+from zoo.shard import ReadPolicy
 
 _log = logging.getLogger("zoo.deepspeed")
 
@@ -42,8 +43,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.module = engine.module
         self._document = dict(config)
         self.optimizer = view_of(engine)
-        for bucket in engine.sharded.buckets:
-            bucket.quiet = True  # loops over p.grad and names of a state_dict find nothing, as with DeepSpeed
+        engine.sharded.reads = ReadPolicy(names_for=None, gradients=False)  # both find nothing, as with DeepSpeed
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
