@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zoo.comm.buffers import check_contiguous, check_pair, check_rows, check_splits, flat_pair
 from zoo.comm.check import check_allowed, verify, verify_splits
-from zoo.comm.failures import explained, report
+from zoo.comm.failures import raise_explained, report
 from zoo.comm.groups import check_partition, make_groups, of_mesh
 from zoo.comm.handles import DONE, Handle, Pending, dropped_of, finish
 from zoo.comm.launch import leave_at_exit
@@ -475,10 +475,7 @@ class Communicator:
             try:
                 verify(self.group, f"{what} {value}", device or self.device)
             except RuntimeError as error:
-                found = explained(error)
-                if found is error:
-                    raise
-                raise found from error
+                raise_explained(error)
 
     def _agree(self, op: str, tensor: torch.Tensor, label: str = "") -> None:
         self._check_open()
@@ -489,7 +486,7 @@ class Communicator:
             try:
                 verify(self.group, f"{what} as its collective number {self._sequence}", tensor.device)
             except RuntimeError as error:
-                raise explained(error) from error
+                raise_explained(error)
 
     def _issue(self, op: str, tensor: torch.Tensor, start: Callable[[], Pending], row: OpStats | None = None) -> Handle:
         """Start an operation, count it (where it has no row yet) and time it."""
@@ -500,7 +497,4 @@ class Communicator:
         try:
             return start().timed(row, tensor.is_cuda)
         except Exception as error:  # a backend may know already that a peer is gone
-            found = explained(error)
-            if found is error:
-                raise
-            raise found from error
+            raise_explained(error)

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -93,6 +93,14 @@ def reported() -> tuple[dict[int, str], str]:
         pass  # the store went away with the rank that kept it: nobody can say more than the error at hand
     own = found.pop(dist.get_rank(), None)
     return {rank: text for rank, text in found.items() if text not in (None, own)}, own or ""
+
+
+def raise_explained(error: Exception) -> NoReturn:
+    """Raise :func:`explained`."""
+    found = explained(error)
+    if found is error:
+        raise error
+    raise found from error
 
 
 def explained(error: Exception, peer: int | None = None) -> Exception:
@@ -211,7 +219,7 @@ def agree_none_failed(
         differ = mismatch
     except RuntimeError as lost:
         if error is None:
-            raise explained(lost) from lost
+            raise_explained(lost)
         return  # the error at hand is the news
     everyone: list[str] = [""] * comm.size
     dist.all_gather_object(everyone, text, group=comm.group)  # not by the communicator, whose check may be what differs

@@ -163,9 +163,9 @@ def _get_grad(self: Any) -> torch.Tensor | None:
         with _disable_current_modes():
             found = bucket.gradients.visible(self._zoo_slot)
         return None if isinstance(found, PartitionedGradient) else found
-    found: torch.Tensor | None = bucket.gradients.visible(self._zoo_slot)
+    found = bucket.gradients.visible(self._zoo_slot)
     if not isinstance(found, PartitionedGradient) or not bucket.placements.states.is_split:
-        return found  # what every rank updates, programs count on, and are told
+        return found  # type: ignore[no-any-return]  # what every rank updates, programs count on, and are told
     return found if bucket.owner().reads.gradients else None
 
 

@@ -24,6 +24,28 @@ from zoo.shard import ReadPolicy
 _log = logging.getLogger("zoo.deepspeed")
 
 
+def _count(name: str, what: str) -> Any:
+    """A count of the engine's, which a program that restores it may set; a ValueError tells of what is no count."""
+
+    def count(self: DeepSpeedEngine) -> int:
+        return int(getattr(self.engine, name))
+
+    def restore(self: DeepSpeedEngine, value: int) -> None:
+        from zoo.engine.numbers import whole
+
+        engine, value = self.engine, whole(f"engine.{name}", value, least=0)
+        if name in ("global_steps", "micro_steps"):
+            setattr(engine, name, value)
+            return
+        counts = {key: getattr(engine, key) for key in ("skipped_steps", "global_samples")} | {name: value}
+        engine.records.restore_counts(
+            steps=engine.global_steps, tokens=engine.global_tokens, skipped=counts["skipped_steps"],
+            samples=counts["global_samples"],
+        )  # fmt: skip
+
+    return property(count, restore, doc=what)
+
+
 class DeepSpeedEngine(Questions, nn.Module):
     """Wraps :class:`zoo.engine.Engine`: a module whose one child is ``module``, the model.
 
@@ -47,9 +69,8 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
-        self._dropped_within_a_step = False
         self._inside = ""  # which of no_sync() and coalesce_grad_reduction()
-        self._stepping = self._is_compiled = False
+        self._dropped_within_a_step = self._stepping = self._is_compiled = False
         self._asked_schedule: tuple[Any, str | None] = None, None
         self.tput_timer = throughput_timer(self._document, engine)
         if not self.managed_gradient_accumulation():
@@ -320,53 +341,10 @@ class DeepSpeedEngine(Questions, nn.Module):
         """The configuration that was given."""
         return self._document
 
-    @property
-    def global_steps(self) -> int:
-        """Steps taken, skipped ones included. This and the other counts may be set, by a program that restores them; a
-        ValueError tells of what is no count."""
-        return self.engine.global_steps
-
-    @global_steps.setter
-    def global_steps(self, value: int) -> None:
-        self.engine.global_steps = self._counted("global_steps", value)
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches that went through :meth:`step`."""
-        return self.engine.micro_steps
-
-    @micro_steps.setter
-    def micro_steps(self, value: int) -> None:
-        self.engine.micro_steps = self._counted("micro_steps", value)
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps whose gradients were not finite."""
-        return self.engine.skipped_steps
-
-    @skipped_steps.setter
-    def skipped_steps(self, value: int) -> None:
-        self._count_from(skipped=self._counted("skipped_steps", value))
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of all steps and ranks."""
-        return self.engine.global_samples
-
-    @global_samples.setter
-    def global_samples(self, value: int) -> None:
-        self._count_from(samples=self._counted("global_samples", value))
-
-    @staticmethod
-    def _counted(name: str, value: Any) -> int:
-        from zoo.engine.numbers import whole
-
-        return whole(f"engine.{name}", value, least=0)
-
-    def _count_from(self, **counts: int) -> None:
-        engine = self.engine
-        now = {"steps": engine.global_steps, "skipped": engine.skipped_steps, "samples": engine.global_samples}
-        engine.records.restore_counts(**{**now, "tokens": engine.global_tokens, **counts})
+    global_steps = _count("global_steps", "Steps taken, skipped ones included.")
+    micro_steps = _count("micro_steps", "Micro-batches that went through ``step()``.")
+    skipped_steps = _count("skipped_steps", "Steps whose gradients were not finite.")
+    global_samples = _count("global_samples", "Samples of all steps and ranks.")
 
     @property
     def lr_scheduler(self) -> Any:
@@ -491,8 +469,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         """The whole model's state_dict on rank 0, on the CPU; None on other ranks. A collective of stage 3."""
         if self.zero_optimization_stage() != 3:
             raise ValueError("this function requires ZeRO-3 mode")
-        found = self.engine.module_state_dict(exclude_frozen_parameters)
-        return dict(found) if self.engine.sharded.everyone.rank == 0 else None
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The same at any stage, where ranks share layers by the section ``tensor_parallel``.
@@ -517,8 +494,6 @@ class DeepSpeedEngine(Questions, nn.Module):
             save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters
         )
 
-    def save_fp16_model(
-        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin"
-    ) -> bool:  # fmt: skip
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
         """:meth:`save_16bit_model` under its older name."""
         return self.save_16bit_model(save_dir, save_filename)
