@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from zoo.cli.bench.commands import app as bench_app
 from zoo.cli.ckpt import app as ckpt_app
+from zoo.cli.compiling import app as compile_app
 from zoo.cli.doctor.command import doctor
 from zoo.cli.failure import one_sentence, rank_of_launch
 from zoo.cli.io import app as io_app
@@ -61,6 +62,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 app.add_typer(ckpt_app, name="ckpt")
+app.add_typer(compile_app, name="compile")
 app.add_typer(io_app, name="io")
 app.add_typer(pipe_app, name="pipe")
 app.add_typer(tensor_app, name="tensor")

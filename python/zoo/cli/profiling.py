@@ -38,14 +38,14 @@ def profile_of(
         net, args, kwargs = _of_transformers(path, batch, seq)
     else:
         with torch.device("meta" if meta else "cpu"):
-            net, args, kwargs = _of_function(model, shape)
+            net, args, kwargs = call_of_function(model, shape)
     profiler = FlopsProfiler(net, peak_flops_per_s=None if peak_tflops is None else peak_tflops * 1e12)
     profiler.start_profile()
     try:
         with torch.set_grad_enabled(backward):
             out = net(*args, **kwargs)
             if backward:
-                _first(out).sum().backward()  # type: ignore[no-untyped-call]
+                first_tensor(out).sum().backward()  # type: ignore[no-untyped-call]
     finally:
         profiler.end_profile()
     return profiler
@@ -75,7 +75,15 @@ def _of_transformers(path: Path, batch: int, seq: int) -> Call:
     raise ValueError(f"{type(net).__name__} cannot be called without values: {why}.")
 
 
-def _of_function(name: str, shape: str | None) -> Call:
+def call_of_function(name: str, shape: str | None) -> Call:
+    """The model that MODULE:FUNCTION returns, and what it is called with.
+
+    Args:
+        shape: of a tensor of ones, "8,3,224,224"; None where the function says it.
+
+    Raises:
+        ValueError: what the user can fix.
+    """
     import torch
 
     module, colon, function = name.partition(":")
@@ -114,7 +122,7 @@ def _sizes(shape: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _first(out: Any) -> Tensor:
+def first_tensor(out: Any) -> Tensor:
     """The tensor to go backward from."""
     if isinstance(out, Tensor):
         return out

@@ -16,6 +16,8 @@ from zoo.compile.contract import Registered
 from zoo.compile.passes.keep import keep_between_units
 from zoo.compile.passes.pin import PINS, lower_events
 from zoo.compile.plan import GraphPlan, placeholders, values_of
+from zoo.compile.profile import profile
+from zoo.compile.report import look
 
 Backend = Literal["inductor", "aot_eager"]
 T = TypeVar("T")
@@ -154,11 +156,13 @@ class _Maker:
 
     def _passed(self, part: fx.GraphModule, *, backward: bool) -> fx.GraphModule:
         self._plan.backward = backward
+        before = look(part, self._plan)
         for apply in self._passes:
-            before = len(part.graph.nodes)
             part = self._applied(apply, part)
-            where = "backward" if backward else "forward"
-            self._plan.say(apply.name, f"{where}: {before} → {len(part.graph.nodes)} nodes")
+            after = look(part, self._plan)
+            self._plan.say(apply.name, f"{'backward' if backward else 'forward'}: {before.until(after)}")
+            before = after
+        self._plan.segments[backward] = profile(part, self._plan)
         for node in part.graph.nodes:
             node.meta.pop("mutation_region_id", None)  # what torch remembers of where no events were
         part.recompile()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
 from zoo.compile.capture import Captured
 from zoo.shard.buckets import Bucket
+
+if TYPE_CHECKING:
+    from zoo.compile.profile import Segment
 
 
 class Step(NamedTuple):
@@ -41,6 +44,7 @@ class GraphPlan:
         read_last: partitioned buckets that the backward graph reads after its last event.
         backward: the graph at hand is that of backward.
         report: what passes have to say, by pass.
+        segments: by whether it is that of backward, what each graph will take (:mod:`zoo.compile.profile`).
     """
 
     captured: Captured
@@ -50,6 +54,7 @@ class GraphPlan:
     read_last: frozenset[Bucket] = frozenset()
     backward: bool = False
     report: dict[str, list[str]] = field(default_factory=dict)
+    segments: dict[bool, list[Segment]] = field(default_factory=dict)
 
     def parameters(self, graph: fx.Graph) -> dict[fx.Node, tuple[Bucket, int]]:
         """The inputs of this graph that are parameters: bucket and slot of each."""

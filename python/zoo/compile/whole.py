@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from zoo.compile.backend import Backend, alive, compile_graph
 from zoo.compile.capture import Captured, NotWholeError, capture
 from zoo.compile.contract import DEFAULT, Registered, Schedule, validate_schedule
-from zoo.compile.ops import executing, mark
+from zoo.compile.ops import Execution, executing, mark
 from zoo.compile.plan import GraphPlan
 
 if TYPE_CHECKING:
@@ -43,18 +44,21 @@ class WholeGraph:
     Attributes:
         reasons: why calls were not whole graphs, by whether the model trained and whether gradients were asked for.
         plans: of the graphs that there are.
+        on_segment: is called where a graph begins and after each event: its plan, whether it is that of backward, and
+            the number of the segment that comes now (:mod:`zoo.compile.profile`). None: nobody is told.
     """
 
     def __init__(
         self, runtime: Runtime, model: nn.Module, *, backend: Backend = "inductor",
         schedule: Schedule = ((0, DEFAULT),), options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self._runtime, self._model, self._backend = runtime, model, backend
+        self.runtime, self._model, self._backend = runtime, model, backend
         self._options, self._schedule = dict(options or {}), validate_schedule(schedule)
         self._options.pop("fullgraph", None)  # it is
         self._settings = _settings(backend, self._options.pop("mode", None), self._options.pop("options", None))
         self.reasons: dict[tuple[bool, bool], str] = {}
         self.plans: list[GraphPlan] = []
+        self.on_segment: Callable[[GraphPlan, bool, int], None] | None = None
         self._refused = 0  # times that something was no graph and may be one later
         self._order = torch.zeros(1, dtype=torch.int64)
         # By context: of each graph that ran in it, the numbers that calls have there.
@@ -78,7 +82,7 @@ class WholeGraph:
         self._compiled = torch.compile(_call_of(self._model), backend=backend, fullgraph=True, **self._options)
 
     def _make(self, passes: Sequence[Registered], graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-        plan = GraphPlan(capture(graph, inputs, self._runtime))
+        plan = GraphPlan(capture(graph, inputs, self.runtime))
         run = weakref.WeakMethod(self._run)
         made = compile_graph(
             graph, inputs, plan, backend=self._backend, passes=passes, settings=self._settings,
@@ -91,7 +95,7 @@ class WholeGraph:
         """The model's output."""
         if _graph_task() != -1 or torch.compiler.is_compiling() or torch._dynamo.config.disable:
             return self._by_hooks(args, kwargs)
-        passes = next(p for step, p in reversed(self._schedule) if step <= self._runtime.contexts.updates)
+        passes = next(p for step, p in reversed(self._schedule) if step <= self.runtime.contexts.updates)
         if passes is not self._passes:
             self._use(passes)
             self.reasons.clear()  # these may be of what ran before
@@ -101,18 +105,18 @@ class WholeGraph:
         if mode[1] and (why := self._why_not()) is not None:
             self._note(mode, NotWholeError(why))
             return self._by_hooks(args, kwargs)
-        if (cast := self._runtime.cast_inputs) is not None:
+        if (cast := self.runtime.cast_inputs) is not None:
             args, kwargs = cast(self._model, args, kwargs) or (args, kwargs)
         try:
-            with self._runtime.compiled.in_whole_graph(), torch._dynamo.config.patch(**self._tracing):
+            with self.runtime.compiled.in_whole_graph(), torch._dynamo.config.patch(**self._tracing):
                 output = self._compiled(*args, **kwargs)
         except BaseException as error:
-            if self._runtime.compiled.ran or not isinstance(error, Exception):
-                self._runtime.abandon_graph(error)
+            if self.runtime.compiled.ran or not isinstance(error, Exception):
+                self.runtime.abandon_graph(error)
                 raise
             refused = error  # torch could not trace it: it says so by exceptions of any class
         else:
-            self._runtime.end_graph(output)
+            self.runtime.end_graph(output)
             return output
         output = self._by_hooks(args, kwargs)  # a mistake in this very call is raised by it, as what it is
         self._note(mode, refused)
@@ -120,11 +124,11 @@ class WholeGraph:
 
     def _why_not(self) -> str | None:
         """What of this call with gradients no graph could do."""
-        if getattr(self._runtime.window, "in_parts", False):
+        if getattr(self.runtime.window, "in_parts", False):
             return "its backward comes in two parts (a pipeline's schedule), and that of a graph has one"
-        if self._runtime.demand is not None:
+        if self.runtime.demand is not None:
             return "ignore_unused_parameters=False: a graph gives parameters that are not used gradients of zeros"
-        if (watched := self._runtime.compiled.watched_gradient()) is not None:
+        if (watched := self.runtime.compiled.watched_gradient()) is not None:
             return f"a hook waits for the gradient of {watched!r}"
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             # They would get parameters that are released.
@@ -177,8 +181,10 @@ class WholeGraph:
     def _run(self, plan: GraphPlan, compiled: Callable[[list[Any]], Any], values: list[Any], *, backward: bool) -> Any:
         self._check(plan, values, backward)
         values.append(self._order)
-        execution = _Backward(self, plan) if backward else _Forward(self, plan.captured)
-        with executing(execution), self._runtime.compiled.in_whole_graph() if backward else nullcontext():
+        execution: Execution = _Backward(self, plan) if backward else _Forward(self, plan.captured)
+        if self.on_segment is not None:
+            execution = _Watched(execution, partial(self.on_segment, plan, backward))
+        with executing(execution), self.runtime.compiled.in_whole_graph() if backward else nullcontext():
             return compiled(values)
 
     def _check(self, plan: GraphPlan, values: Sequence[Any], backward: bool) -> None:
@@ -199,7 +205,7 @@ class _Forward:
     """A forward graph runs."""
 
     def __init__(self, whole: WholeGraph, captured: Captured) -> None:
-        self._runtime, self._captured = whole._runtime, captured
+        self._runtime, self._captured = whole.runtime, captured
         self._numbers: dict[int, int] = {}
         self._whole = whole
 
@@ -225,7 +231,7 @@ class _Backward:
     """A backward graph runs."""
 
     def __init__(self, whole: WholeGraph, plan: GraphPlan) -> None:
-        self._runtime = whole._runtime
+        self._runtime = whole.runtime
         self._runtime.backward.walk.read_last = plan.read_last
         context = self._runtime.backward.walk.at
         if context is None or context not in whole._calls:
@@ -255,6 +261,29 @@ class _Backward:
     def accumulate(self, gradient: torch.Tensor, bucket: int, slot: int) -> None:
         if (bucket, slot) not in self._others:
             self._runtime.add_in_graph(self._runtime.buckets[bucket], slot, gradient)
+
+
+class _Watched:
+    """Tells of each event of an execution."""
+
+    def __init__(self, execution: Execution, tell: Callable[[int], None]) -> None:
+        self._execution, self._tell, self._segment = execution, tell, 0
+        tell(0)
+        self.accumulate = execution.accumulate
+
+    def _after(self, event: Callable[[int], None], call: int) -> None:
+        event(call)
+        self._segment += 1
+        self._tell(self._segment)
+
+    def enter(self, call: int) -> None:
+        self._after(self._execution.enter, call)
+
+    def leave(self, call: int) -> None:
+        self._after(self._execution.leave, call)
+
+    def back(self, call: int) -> None:
+        self._after(self._execution.back, call)
 
 
 def compile_whole(
