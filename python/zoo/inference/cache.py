@@ -6,6 +6,8 @@ it. Here a token is written to its place: a layer's keys and values are two tens
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -47,16 +49,18 @@ def check_numbers(**numbers: int) -> None:
 
 
 @torch.no_grad()
-def forecast(model: nn.Module, *, rows: int, room: int, dtype: torch.dtype | None = None) -> int:
-    """Bytes of a cache of this model before it is there, on this rank.
+def forecast(
+    model: nn.Module, *, rows: int, room: int, dtype: torch.dtype | None = None, nvme: bool = False
+) -> int:  # fmt: skip
+    """Bytes in memory of a cache of this model before it is there, on this rank.
 
-    Σ over layers of rows·heads·min(room, 2·window)·(dim of keys + dim of values) numbers. One token is computed, which
-    shows heads, dims and dtype as they are, split over ranks or not.
+    Σ over layers of rows·heads·min(room, 2·window)·(dim of keys + dim of values) numbers; of those in files two. One
+    token is computed, which shows heads, dims and dtype as they are, split over ranks or not.
 
     Args:
         model: of transformers.
         rows, room: of sequences; of tokens, prompt included.
-        dtype: as of :class:`Cache`.
+        dtype: as of :class:`Cache`. nvme: layers of full attention are in files (``Cache(folder=...)``).
 
     Raises:
         ValueError: a number below 1; another dtype; layers that are neither of full nor of sliding attention.
@@ -68,8 +72,13 @@ def forecast(model: nn.Module, *, rows: int, room: int, dtype: torch.dtype | Non
     with torch.random.fork_rng(devices=[]):
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), cache=probe, use_cache=True)
     layers: Any = probe.layers
-    tokens = [room if window is None else min(room, 2 * window) for window in windows_of(config)]
-    return sum(rows * n * sum(one.nbytes for one in layer.memory) for n, layer in zip(tokens, layers, strict=True))
+    windows = windows_of(config)
+    tokens = [room if window is None else min(room, 2 * window) for window in windows]
+    sizes = [rows * n * sum(one.nbytes for one in layer.memory) for n, layer in zip(tokens, layers, strict=True)]
+    if not nvme:
+        return sum(sizes)
+    full = [size for size, window in zip(sizes, windows, strict=True) if window is None]
+    return sum(sizes) - sum(full) + 2 * max(full, default=0) if len(full) > 1 else sum(sizes)
 
 
 class Cache(cache_utils.Cache):
@@ -86,21 +95,32 @@ class Cache(cache_utils.Cache):
             all that a layer sees is converted for each of its calls: half the memory for more time.
         device: where they are kept, such as the host ("cpu") of a model on a GPU; None: where they come. A layer's go
             to the model's device for each of its calls.
+        folder: on NVMe: keys and values of layers of full attention are in files of a new folder within it, which goes
+            with the cache. Memory has two layers' worth (:class:`~zoo.inference.cache_files.FileLayer`).
 
     Raises:
-        ValueError: another room or dtype.
+        ValueError: another room or dtype; a device and a folder. OSError: the folder is not there, or has no room.
     """
 
     def __init__(
         self, config: Any, room: int, *, keep_all: bool = False, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | None = None, folder: str | os.PathLike[str] | None = None,
     ) -> None:  # fmt: skip
         if type(room) is not int or room < 1:
             raise ValueError(f"room={room!r}; it must be a whole number of tokens, at least 1.")
         if dtype is not None and not getattr(dtype, "is_floating_point", False):
             raise ValueError(f"dtype={dtype!r}; it must be a floating dtype of torch, such as torch.bfloat16, or None.")
         windows = windows_of(config)
-        super().__init__(layers=[_Full(room) if keep_all or w is None else _Window(room, w) for w in windows])
+        if folder is not None and device is not None:
+            raise ValueError(f"device={device!r} and a folder: keys and values are kept in one of them.")
+        full: Callable[[int], Any] = _Full
+        self._files = None
+        if folder is not None:
+            from zoo.inference.cache_files import CacheFiles, FileLayer
+
+            files = self._files = CacheFiles(folder)
+            full = lambda room: FileLayer(room, files)  # noqa: E731
+        super().__init__(layers=[full(room) if keep_all or w is None else _Window(room, w) for w in windows])
         self.room = room
         layers: Any = self.layers
         for layer in layers:
@@ -108,9 +128,16 @@ class Cache(cache_utils.Cache):
 
     @property
     def num_bytes(self) -> int:
-        """That are allocated."""
+        """That are allocated in memory."""
         layers: Any = self.layers
-        return sum(one.nbytes for layer in layers if layer.is_initialized for one in layer.memory)
+        inside = [layer for layer in layers if layer.is_initialized and not hasattr(layer, "file_bytes")]
+        files = self._files.num_bytes if self._files else 0
+        return files + int(sum(one.nbytes for layer in inside for one in layer.memory))
+
+    @property
+    def file_bytes(self) -> int:
+        """That are taken on the disk."""
+        return sum([layer.file_bytes for layer in self._files.layers]) if self._files else 0
 
 
 class _Placed(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -173,11 +200,14 @@ class _Placed(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"the cache has room for {self.room} tokens a row; {self.length} are in it and {tokens} come. Make it "
                 "with more room, or generate fewer tokens."
             )
-        if rows != len(self.memory[0]):
-            raise ValueError(
-                f"the cache has {len(self.memory[0])} rows and {rows} come, whatever is reset: make another cache."
-            )
+        if rows != self.rows:
+            raise ValueError(f"the cache has {self.rows} rows and {rows} come, whatever is reset: make another cache.")
         return length
+
+    @property
+    def rows(self) -> int:
+        """For which there is memory."""
+        return len(self.memory[0])
 
     def get_seq_length(self) -> int:
         """Tokens that came."""
