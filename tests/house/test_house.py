@@ -74,7 +74,7 @@ def test_sources_that_pages_name_exist() -> None:
 def test_importing_the_foundations_does_not_import_torch() -> None:
     names = [
         name
-        for name in ("registry", "config", "layout", "plan", "cost")
+        for name in ("registry", "config", "layout", "plan", "cost", "launch")
         if (ROOT / "python/zoo" / name / "__init__.py").exists()
     ]
     code = (

@@ -7,7 +7,6 @@ import argparse
 import base64
 import json
 import os
-import re
 import shlex
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,18 +14,19 @@ from typing import Any, NoReturn
 
 from zoo.comm.launch import PORT
 from zoo.deepspeed.adapters.utilities.logs import logger
+from zoo.launch import hosts
+from zoo.launch.exports import ENVIRONMENT_FILE, PREFIXES
 
 DLTS_HOSTFILE = "/job/hostfile"
-EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
+EXPORT_ENVS = list(PREFIXES)
 EXCLUDE_ENVS = {"AISC_JOB_NAME": ["NCCL_IB_HCA", "UCX_NET_DEVICES"]}
-DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ENVIRONMENT_FILE)
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
 PDSH_LAUNCHER, OPENMPI_LAUNCHER, MPICH_LAUNCHER, IMPI_LAUNCHER = "pdsh", "openmpi", "mpich", "impi"
 SLURM_LAUNCHER, MVAPICH_LAUNCHER = "slurm", "mvapich"
 PDSH_MAX_FAN_OUT = 1024
 MVAPICH_TMP_HOSTFILE = "/tmp/deepspeed_mvapich_hostfile"
 
-_LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s.*)?")
 _VALUES: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "hostfile": (("-H",), {"default": DLTS_HOSTFILE, "help": "hosts, one a line: worker-0 slots=4"}),
     "include": (("-i",), {"default": "", "help": "only these: host[:slot,slot][@host...]"}),
@@ -77,104 +77,50 @@ def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
     """Host → slots, as a file of hosts says, in its order; None, with a warning, where there is no such file.
 
     Raises:
-        ValueError: see :func:`_parse_hostfile`.
+        ValueError: see :func:`zoo.launch.hosts.parse_hostfile`.
     """
     if not os.path.isfile(hostfile_path):
         logger.warning("there is no file of hosts %s: training is on this host only.", hostfile_path)
         return None
-    with open(hostfile_path, encoding="utf-8") as lines:
-        return _parse_hostfile(lines)
+    return OrderedDict(hosts.read_hostfile(hostfile_path))
 
 
 def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
-    """Host → slots. Empty lines and those that begin with # say nothing.
-
-    Raises:
-        ValueError: a line that is not "host slots=n", a host that comes twice, or no host at all.
-    """
-    found: OrderedDict[str, int] = OrderedDict()
-    for line in (line.strip() for line in hostfile_lines):
-        if not line or line.startswith("#"):
-            continue
-        match = _LINE.fullmatch(line)
-        if match is None:
-            raise ValueError(f'a file of hosts has the line {line!r}; a line is "host slots=n", as worker-0 slots=4.')
-        host, slots = match.groups()
-        if host in found:
-            raise ValueError(f"a file of hosts has {host!r} twice; write its slots in one line.")
-        found[host] = int(slots)
-    if not found:
-        raise ValueError('a file of hosts has no hosts; a line is "host slots=n", as worker-0 slots=4.')
-    return found
+    """:func:`zoo.launch.hosts.parse_hostfile`."""
+    return OrderedDict(hosts.parse_hostfile(hostfile_lines))
 
 
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:
-    """ "host:0,2" → ("host", [0, 2]); "host" → ("host", []), which means all of its slots.
-
-    Raises:
-        ValueError: it is written otherwise.
-    """
-    host, colon, slots = node_config.partition(":")
-    numbers = slots.split(",") if colon else []
-    if not host or not all(number.isdecimal() for number in numbers):
-        raise ValueError(f"{node_config!r} does not name a host and its slots; write host, or host:0,2.")
-    return host, [int(number) for number in numbers]
+    """:func:`zoo.launch.hosts.parse_host`."""
+    return hosts.parse_host(node_config)
 
 
 def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
-    """ "a:0@b@a:2" → {"a": [0, 2], "b": []}."""
-    found: dict[str, set[int]] = {}
-    for one in node_config_list.split("@"):
-        host, slots = parse_node_config(one)
-        found.setdefault(host, set()).update(slots)
-    return {host: sorted(slots) for host, slots in found.items()}
+    """:func:`zoo.launch.hosts.parse_filter`."""
+    return hosts.parse_filter(node_config_list)
 
 
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> Mapping[str, Sequence[int]]:
-    """Host → slots of ``host_info`` that one of the filters leaves, in its order; hosts without slots are left out.
-
-    Raises:
-        ValueError: both filters, or a host or slot that is not there.
-    """
-    if include_str and exclude_str:
-        raise ValueError(
-            f"include {include_str!r} and exclude {exclude_str!r} are both given; say what to use, or what not to use."
-        )
-    if not include_str and not exclude_str:
-        return host_info
-    named = parse_node_config_list(include_str or exclude_str)
-    for host, slots in named.items():
-        if host not in host_info:
-            raise ValueError(f"host {host!r} is not in the file of hosts, which has {', '.join(host_info) or 'none'}.")
-        for slot in slots:
-            if slot not in host_info[host]:
-                raise ValueError(f"host {host!r} has no slot {slot}; it has {list(host_info[host])}.")
-    left: OrderedDict[str, list[int]] = OrderedDict()
-    for host, all_slots in host_info.items():
-        chosen = (named[host] or list(all_slots)) if host in named else []
-        slots = chosen if include_str else [slot for slot in all_slots if slot not in chosen]
-        if slots:
-            left[host] = list(slots)
-    return left
+    """:func:`zoo.launch.hosts.select`."""
+    return hosts.select(host_info, include_str, exclude_str)
 
 
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> Mapping[str, Sequence[int]]:
     """:func:`parse_resource_filter` of what :func:`fetch_hostfile` read: host → numbers of its slots."""
-    hosts = OrderedDict((host, list(range(slots))) for host, slots in resource_pool.items())
-    return parse_resource_filter(hosts, inclusion, exclusion)
+    return hosts.select(hosts.all_slots(resource_pool), inclusion, exclusion)
 
 
 def apply_num_nodes_and_gpus(
     active_resources: Mapping[str, Sequence[int]], num_nodes: int, num_gpus: int
 ) -> Mapping[str, Sequence[int]]:
     """The first ``num_nodes`` hosts, and ``num_gpus`` slots of each; numbers below 1 change nothing."""
-    hosts = list(active_resources)[: num_nodes if num_nodes > 0 else None]
+    chosen = list(active_resources)[: num_nodes if num_nodes > 0 else None]
     return OrderedDict(
-        (host, list(range(num_gpus)) if num_gpus > 0 else list(active_resources[host])) for host in hosts
+        (host, list(range(num_gpus)) if num_gpus > 0 else list(active_resources[host])) for host in chosen
     )
 
 
@@ -196,17 +142,17 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             "--num_nodes or --num_gpus and --include or --exclude are both given; say numbers, or names of hosts."
         )
     pool = fetch_hostfile(given.hostfile)
-    hosts: Mapping[str, Sequence[int]] = {}
+    there: Mapping[str, Sequence[int]] = {}
     if pool is not None:
-        hosts = parse_inclusion_exclusion(pool, given.include, given.exclude)
-        hosts = apply_num_nodes_and_gpus(hosts, given.num_nodes, given.num_gpus)
-    processes = str(len(next(iter(hosts.values())))) if hosts else str(given.num_gpus) if given.num_gpus > 0 else "auto"
+        there = parse_inclusion_exclusion(pool, given.include, given.exclude)
+        there = apply_num_nodes_and_gpus(there, given.num_nodes, given.num_gpus)
+    processes = str(len(next(iter(there.values())))) if there else str(given.num_gpus) if given.num_gpus > 0 else "auto"
     command = ["torchrun", "--nproc-per-node", processes]
-    if len(hosts) > 1 or given.num_nodes > 1:
-        address = given.master_addr or next(iter(hosts), "the-first-host")
-        command += ["--nnodes", str(len(hosts) or given.num_nodes), "--node-rank", "<of this host>"]
+    if len(there) > 1 or given.num_nodes > 1:
+        address = given.master_addr or next(iter(there), "the-first-host")
+        command += ["--nnodes", str(len(there) or given.num_nodes), "--node-rank", "<of this host>"]
         command += ["--master-addr", address]
-    if given.master_port != PORT or len(hosts) > 1:
+    if given.master_port != PORT or len(there) > 1:
         command += ["--master-port", str(given.master_port)]
     command += ["--no-python"] * given.no_python + ["-m"] * given.module + [given.user_script, *given.user_args]
     raise NotImplementedError(
