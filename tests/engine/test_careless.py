@@ -447,13 +447,13 @@ def test_the_number_of_micro_batches_does_not_change_within_a_step(number: int) 
     engine = start({**stage(number), **GAS, "gradient_accumulation_steps": 4})
     batches = list(engine.dataloader)[:4]
     by_hand(engine, batches[:2])
-    with pytest.raises(ValueError, match=r"set_accumulation\(\) in the middle of a step, after 2 of 4 micro-batches"):
-        engine.set_accumulation(2)
+    with pytest.raises(ValueError, match=r"boundary.change\(\) in the middle of a step, after 2 of 4 micro-batches"):
+        engine.boundary.change(2)
     by_hand(engine, batches[2:])
     twin = start({**stage(number), **GAS, "gradient_accumulation_steps": 4})
     by_hand(twin, batches)
     assert same(weights(engine), weights(twin))
-    engine.set_accumulation(2)
+    engine.boundary.change(2)
     assert engine.accumulation == 2
 
 

@@ -57,8 +57,12 @@ WHOLE: list[tuple[Any, str]] = [
 ]
 
 
+def change(engine: Engine, number: Any) -> None:
+    engine.boundary.change(number)
+
+
 @pytest.mark.parametrize(("given", "told"), WHOLE, ids=range(len(WHOLE)))
-@pytest.mark.parametrize("call", [Engine.set_train_batch_size, Engine.set_accumulation])
+@pytest.mark.parametrize("call", [Engine.set_train_batch_size, change])
 def test_a_number_of_samples_is_a_whole_number(given: Any, told: str, call: Callable[[Engine, Any], None]) -> None:
     engine = start(accumulation=2)
     with pytest.raises(ValueError, match=rf"{call.__name__}\(\) {told}"):

@@ -233,7 +233,9 @@ def forecast(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     set_: Set = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Forecast time on so many, without them.")] = None,
-    machine: Annotated[str, typer.Option("--hardware", help="By name (h100), or a file.")] = "h100",
+    machine: Annotated[
+        str | None, typer.Option("--hardware", help="By name, or a file; h100 by default, with --gpus.")
+    ] = None,
     software: Annotated[str, typer.Option(help="eager, or lean: no time between kernels.")] = "eager",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 256,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
@@ -264,16 +266,18 @@ def forecast(
             }
             wanted |= {"recompute": recompute}
             document = forecast_of_model(
-                str(config), gpus=gpus, batch=batch, seq=seq, machine=machine, tokens=tokens, software=software,
+                str(config), gpus=gpus, batch=batch, seq=seq, machine=machine or "h100", tokens=tokens,
+                software=software,
                 given={k: v for k, v in wanted.items() if v is not None}, restart_s=restart_s,
                 hours_between_failures=hours_between_failures, checkpoint_s=checkpoint_s,
             )  # fmt: skip
             typer.echo(json.dumps(document, indent=1) if as_json else table(document))
             return
         from zoo.train import forecast as make
-        from zoo.train import read_config
+        from zoo.train.config import read_document
 
-        found = make(read_config(config, set_ or ()), ranks=ranks, rank=rank, device=device)
+        read = read_document(config, set_ or ()).load(ranks)
+        found = make(read, ranks=ranks, rank=rank, device=device, hardware=machine, software=software)
         typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else found.table())
 
 

@@ -20,14 +20,9 @@ from zoo.cost import (
     read_hardware,
     read_transformer,
 )  # fmt: skip
+from zoo.cost.step import time_lines
 
 _GIB = 2.0**30
-_PARTS = {
-    "products_s": "products of matrices", "passes_s": "passes over memory", "again_s": "computed again",
-    "host_s": "waiting for the host", "tensor_s": "sums of the tensor axis", "gather_s": "exposed gathers, reductions",
-    "bubble_s": "waiting for other stages", "messages_s": "messages between stages", "reduce_s": "exposed gradients",
-    "update_s": "optimizer",
-}  # fmt: skip
 _ROLES = ("parameters", "gradients", "states", "activations", "gathered", "head")
 
 
@@ -102,10 +97,7 @@ def table(document: dict[str, Any]) -> str:
         "", f"memory of a rank: {memory['total'] / _GIB:.1f} of {room / _GIB:.0f} GiB"
         + ("" if document["fits"] else " - it does not fit"),
         *(f"  {role:<28}{memory[role] / _GIB:>9.2f} GiB" for role in _ROLES if memory[role]),
-        "", f"a step: {time['step_s']:.3f} s, {time['tokens_per_s']:,.0f} tokens/s "
-        f"({time['tokens_per_s'] / ranks:,.0f} a rank), MFU {time['mfu']:.1%}, HFU {time['hfu']:.1%}",
-        *(f"  {text:<28}{time[name]:>9.3f} s {time[name] / time['step_s']:>6.1%}"
-          for name, text in _PARTS.items() if time[name] > 5e-4 * time["step_s"]),
+        "", *time_lines(time),
         "", f"goodput {kept['part']:.1%} at {kept['failures_per_day']:.2g} failures a day"
         + (f", a checkpoint every {kept['interval_s'] / 60:.0f} min" if kept["interval_s"] else ""),
     ]  # fmt: skip

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zoo.cost.step import StepTime
 
 __all__ = ["Forecast"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Bytes on one rank. Memory is the model states after a step; traffic is one backward and one step."""
+    """Bytes on one rank, and seconds where they are asked for.
+
+    Memory is the model states after a step; traffic is that of a step with the forwards and backwards of its
+    micro-batches.
+    """
 
     parameters_bytes: int
     gradients_bytes: int
@@ -35,25 +42,37 @@ class Forecast:
     """The size of the files, whole pages."""
     nvme_read_bytes: int = 0
     nvme_written_bytes: int = 0
-    """Traffic of one backward and one step with the forward before them."""
+    """Traffic of a step with its forwards and backwards."""
+    gathered_bytes: int = 0
+    """The most bytes of parameters, split over ranks, that are whole or on their way at the same time."""
+    micro_batches: int = 1
+    """Of the step."""
+    time: StepTime | None = None
+    """How long the step takes, where hardware was given."""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, and the total."""
-        return {**asdict(self), "total_bytes": self.total_bytes}
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found |= {name: dict(value) for name, value in found.items() if isinstance(value, Mapping)}
+        return {
+            **found, "time": None if self.time is None else self.time.to_dict(), "total_bytes": self.total_bytes
+        }  # fmt: skip
 
     def table(self) -> str:
-        """One line a figure."""
+        """One line a figure; then the parts of the time, where there is one."""
         rows = [
             ("parameters in memory", self.parameters_bytes), ("gradients in memory", self.gradients_bytes),
             ("optimizer states in memory", self.optimizer_bytes),
             *((f"model states, tier {tier}", size) for tier, size in self.tiers.items()),
-            ("buffers of offloading", self.buffers_bytes), ("page-locked", self.pinned_bytes),
+            ("gathered at the same time", self.gathered_bytes), ("buffers of offloading", self.buffers_bytes),
+            ("page-locked", self.pinned_bytes),
             ("files on NVMe", self.nvme_files_bytes), ("read from NVMe a step", self.nvme_read_bytes),
             ("written to NVMe a step", self.nvme_written_bytes),
             *((f"sent a step, {op}", size) for op, size in self.wire_bytes.items()),
             *((f"to other nodes, {op}", size) for op, size in self.inter_bytes.items()),
         ]  # fmt: skip
-        return "\n".join(f"{name:<32}{size:>20,} bytes" for name, size in rows)
+        lines = [f"{name:<32}{size:>20,} bytes" for name, size in rows]
+        return "\n".join(lines if self.time is None else [*lines, *self.time.lines()])
 
     @property
     def total_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -11,7 +12,7 @@ from zoo.cost.products import pass_s, product_s
 from zoo.cost.software import LEAN, Software
 from zoo.cost.transformer import Fused, Pass, Product, Recompute, Transformer, backward_of, forward_of_layer
 
-__all__ = ["Layout", "StepTime", "step_time"]
+__all__ = ["Layout", "StepTime", "step_time", "time_lines"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,14 @@ class Layout:
             raise ValueError(f"{model.heads} heads, inner width {model.inner}: tensor={self.tensor} divides not both.")
 
 
+_TEXTS = {
+    "products_s": "products of matrices", "passes_s": "passes over memory", "again_s": "computed again",
+    "host_s": "waiting for the host", "tensor_s": "sums of the tensor axis", "gather_s": "exposed gathers, reductions",
+    "bubble_s": "waiting for other stages", "messages_s": "messages between stages", "reduce_s": "exposed gradients",
+    "update_s": "optimizer",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Seconds of a step on the rank that takes the longest; the parts add up to ``step_s``.
@@ -127,12 +136,27 @@ class StepTime:
         """The same with what is computed again."""
         return (self.flops + self.again_flops) / (self.step_s * self.ranks * self.peak_flops_per_s)
 
+    def lines(self) -> list[str]:
+        """As text: see :func:`time_lines`."""
+        return time_lines(self.to_dict())
+
     def to_dict(self) -> dict[str, Any]:
         """Everything."""
         return {
             "step_s": self.step_s, **{f.name: getattr(self, f.name) for f in fields(self)},
             "tokens_per_s": self.tokens_per_s, "mfu": self.mfu, "hfu": self.hfu,
         }  # fmt: skip
+
+
+def time_lines(time: Mapping[str, Any]) -> list[str]:
+    """A step time (``StepTime.to_dict()``) as text: the step, and its parts that are not next to nothing."""
+    step_s = time["step_s"]
+    return [
+        f"a step: {step_s:.3f} s, {time['tokens_per_s']:,.0f} tokens/s ({time['tokens_per_s'] / time['ranks']:,.0f} a "
+        f"rank), MFU {time['mfu']:.1%}, HFU {time['hfu']:.1%}",
+        *(f"  {text:<28}{time[name]:>9.3f} s {time[name] / step_s:>6.1%}"
+          for name, text in _TEXTS.items() if time[name] > 5e-4 * step_s),
+    ]  # fmt: skip
 
 
 @dataclass

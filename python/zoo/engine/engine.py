@@ -23,6 +23,7 @@ from zoo.shard.runtime.without_graph import NoGraphError
 from zoo.zero import ZeroOptimizer
 
 if TYPE_CHECKING:
+    from zoo.cost import Forecast, Hardware, Software, Transformer
     from zoo.engine.timing import Stopwatch
     from zoo.monitor import Feed
 
@@ -281,20 +282,7 @@ class Engine:
                 f"{self.config.train_micro_batch_size_per_gpu} on each of {self.batch_ranks} ranks."
             )
         self.boundary.check_between_steps("set_train_batch_size()")
-        self.set_accumulation(size // unit)
-
-    def set_accumulation(self, accumulation: int) -> None:
-        """Another number of micro-batches in a step than the configuration's, between two steps; checkpoints keep it.
-
-        Raises:
-            ValueError: it is no whole number above 0, or a step is under way, whose gradients were divided by the old
-                one.
-        """
-        from zoo.engine.numbers import whole
-
-        number = whole("set_accumulation()", accumulation)
-        self.boundary.check_between_steps("set_accumulation()")
-        self.boundary.set(number)
+        self.boundary.change(size // unit)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -304,6 +292,39 @@ class Engine:
     def get_global_grad_norm(self) -> float | None:
         """The norm of the latest step's gradient before clipping; None where updates are made in backward."""
         return self.training("get_global_grad_norm()").grad_norm
+
+    def forecast(
+        self, num_micro_batches: int | None = None, *, hardware: str | Hardware | None = None,
+        software: str | Software = "eager", seq: int | None = None, transformer: Transformer | None = None,
+    ) -> Forecast:  # fmt: skip
+        """What a step will cost this rank: bytes that it holds, sends and moves, and seconds where hardware is given.
+
+        Bytes come from the plan of the gathers and reductions that the runtime makes; for a pipeline that of its
+        schedule, whose messages are counted as "send". They are exact after two steps that were like the next one;
+        before the first, units are taken to be called one after the other, and messages are not known. Left out are the
+        numbers of the record that ranks exchange once a step, of a pipeline those on which it agrees too, and what
+        layers of the model send themselves.
+
+        Seconds are those of a transformer of that shape (:func:`zoo.cost.step_time`).
+
+        Args:
+            num_micro_batches: of a step; by default ``gradient_accumulation_steps``.
+            hardware: by name ("h100"), a file, or what :func:`zoo.cost.read_hardware` returned.
+            software: by name, eager or lean, or its numbers.
+            seq: tokens of a sequence; by default those of the batches so far.
+            transformer: the model's shape; by default it is read from ``model.config``, as models of transformers have
+                one.
+
+        Raises:
+            ValueError: the engine has no optimizer; or seconds are asked for, and the shape is not known, or of what
+                the job does they cannot be forecast (experts, offloading, further axes of the mesh).
+        """
+        from zoo.engine.forecasting import forecast_of
+
+        return forecast_of(
+            self, self._runner, num_micro_batches, hardware=hardware, software=software, seq=seq,
+            transformer=transformer,
+        )  # fmt: skip
 
     @property
     def global_steps(self) -> int:

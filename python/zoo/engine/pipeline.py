@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -10,8 +9,6 @@ import torch
 
 from zoo.engine.batches import evaluating
 from zoo.engine.engine import Engine
-from zoo.shard import Drive
-from zoo.zero import Forecast
 
 if TYPE_CHECKING:
     from zoo.pipe.runtime.runner import PipelineRunner
@@ -168,24 +165,6 @@ class PipelineEngine(Engine):
     def get_additional_losses(self) -> dict[str, float] | None:
         """Means of the latest batch, by name; None where there are none."""
         return self._runner.additional_losses or None
-
-    def forecast(self, num_micro_batches: int | None = None) -> Forecast:
-        """What a training batch will cost this rank: the schedule is the list of which the plan of gathers and
-        reductions is made, and its messages are counted as "send".
-
-        Exact after two batches that were like it; before the first, modules are taken to be called one after the other,
-        and messages are not known. Left out are the numbers that ranks exchange once a batch to agree on their data,
-        and the loss.
-
-        Args:
-            num_micro_batches: of the batch; by default ``gradient_accumulation_steps``.
-        """
-        n = _number_of("forecast", num_micro_batches, self.accumulation)
-        optimizer = self.training("forecast")
-        drives = [Drive(**given) for given in self._runner.drives(n)]
-        found = optimizer.forecast(drives, max_bytes=self.config.pipeline.max_bytes)
-        sent = self._runner.sent_bytes(n)
-        return dataclasses.replace(found, wire_bytes={**found.wire_bytes, **({"send": sent} if sent else {})})
 
     # -- what a pipeline has not --------------------------------------------------------------------------------------
 

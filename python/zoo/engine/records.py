@@ -45,6 +45,12 @@ class Launched:
     outcome: Outcome | None
 
 
+def reductions_of(config: Config, micro_batches: int) -> int:
+    """How often the gradients of a step are reduced: where they stay whole until the update, once."""
+    section = config.zero_optimization
+    return 1 if section.stage <= 1 or section.update_in_backward else micro_batches
+
+
 class Boundary:
     """Where steps end: after how many micro-batches, and how many of this one are over.
 
@@ -56,8 +62,7 @@ class Boundary:
 
     def __init__(self, config: Config, optimizer: ZeroOptimizer | None) -> None:
         self._optimizer = optimizer
-        section = config.zero_optimization
-        self._reduces_at_the_end = section.stage <= 1 or section.update_in_backward
+        self._reduces_at_the_end = reductions_of(config, 2) == 1
         self.micro_batches, self.was_set = int(config.gradient_accumulation_steps), False
         self.over = 0
         self.local = self.broken = False
@@ -95,6 +100,19 @@ class Boundary:
     def set(self, micro_batches: int) -> None:
         """Steps have so many from now on."""
         self.micro_batches, self.was_set = micro_batches, True
+
+    def change(self, micro_batches: int) -> None:
+        """Another number of micro-batches in a step than the configuration's, between two steps; checkpoints keep it.
+
+        Raises:
+            ValueError: it is no whole number above 0, or a step is under way, whose gradients were divided by the old
+                one.
+        """
+        from zoo.engine.numbers import whole
+
+        number = whole("boundary.change()", micro_batches)
+        self.check_between_steps("boundary.change()")
+        self.set(number)
 
     def stays_local(self, *, last: bool) -> bool:
         """The gradients of this micro-batch wait for those of the last."""

@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 
 from zoo.config import Config, ConfigError
 from zoo.config.document import Document
+from zoo.cost import Forecast
 from zoo.nn.blocks import Blocks, find_blocks
 from zoo.registry import DEFAULT, Registry
 from zoo.train import forecast
@@ -170,7 +171,7 @@ class Needs:
     notes: list[str] = field(default_factory=list)
     """What could not be counted, and why."""
     _kept: dict[tuple[int, bool], int] = field(default_factory=dict)
-    _states: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
+    _states: dict[tuple[Any, ...], list[Forecast]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Need:
         """See :class:`Need`."""
@@ -227,14 +228,14 @@ class Needs:
         except Exception:  # what the task says of missing files is said where activations are counted
             return None
 
-    def _roles(self, found: Any) -> tuple[int, int, int]:
+    def _roles(self, found: Forecast) -> tuple[int, int, int]:
         """Bytes of parameters, gradients and optimizer states in the memory that is limited."""
         if self.job.device == "cpu":  # one memory for device and host
             return found.parameters_bytes, found.gradients_bytes, found.optimizer_bytes
         gradients = min(found.gradients_bytes, found.tiers["device"])
         return found.tiers["device"] - gradients, gradients, 0
 
-    def _forecasts(self, candidate: Candidate) -> list[Any]:
+    def _forecasts(self, candidate: Candidate) -> list[Forecast]:
         """Of each data rank; of one rank where the mesh cuts layers, which pads nothing."""
         cut = candidate.pipe * candidate.tensor > 1
         ranks = candidate.data if candidate.data <= 8 else 1
@@ -244,22 +245,20 @@ class Needs:
             values = {k: v for k, v in self.document.values.items() if k not in ("mesh", "pipeline", "tensor_parallel")}
             plain = with_settings(replace(self.document, values=values), found)
             config = plain.load(candidate.data)
-            self._states[key] = [
-                forecast(config, ranks=candidate.data, rank=rank, device=self.job.device, registry=self.registry)
-                for rank in range(ranks)
-            ]
+            self._states[key] = [self._forecast(config, candidate.data, rank) for rank in range(ranks)]
             if ranks < candidate.data:  # the last has the smallest share
-                last = forecast(
-                    config, ranks=candidate.data, rank=candidate.data - 1, device=self.job.device,
-                    registry=self.registry,
-                )  # fmt: skip
-                self._states[key] += [last] * (candidate.data - 1)
+                self._states[key] += [self._forecast(config, candidate.data, candidate.data - 1)] * (candidate.data - 1)
             if cut:
-                one = forecast(plain.override({"train_batch_size": candidate.micro * candidate.accumulation}).load(1),
-                               ranks=1, device=self.job.device, registry=self.registry)  # fmt: skip
+                one = plain.override({"train_batch_size": candidate.micro * candidate.accumulation}).load(1)
                 sent = self._states[key][0]
-                self._states[key] = [replace(one, wire_bytes=sent.wire_bytes)]
+                self._states[key] = [replace(self._forecast(one, 1, 0), wire_bytes=sent.wire_bytes)]
         return self._states[key]
+
+    def _forecast(self, config: Config, ranks: int, rank: int) -> Forecast:
+        """Of one micro-batch, whatever the number of them."""
+        return forecast(
+            config, ranks=ranks, rank=rank, device=self.job.device, registry=self.registry, micro_batches=1
+        )  # fmt: skip
 
     def _kept_bytes(self, candidate: Candidate, config: Config) -> int:
         if any(config.asks_for(name) for name in SHORTENED if name in config.package_sections):

@@ -34,7 +34,8 @@ def forecast_step(
         tiers[bucket.placements.parameters.tier] += bucket.shard_bytes() + bucket.original_bytes()
         tiers[bucket.placements.gradients.tier] += bucket.gradient_bytes()
         if bucket.gradients_on_nvme:
-            written += bucket.num_gradient_bytes // bucket.num_chunks
+            share = bucket.num_gradient_bytes // bucket.num_chunks  # what is there is read, and added to
+            written, read = written + share * plan.reductions, read + share * (plan.reductions - 1)
     read += sum(b.shard_bytes() for b, again in plan.gathers if b.parameters_on_nvme and not again)
     buffers, scratch = updater.buffer_bytes(), sharded.scratch
     pins = sharded.config.offload_param.pin_memory or sharded.config.offload_optimizer.pin_memory
@@ -54,6 +55,7 @@ def forecast_step(
         nvme_files_bytes=scratch.nvme_bytes() if scratch is not None else 0,
         nvme_read_bytes=read,
         nvme_written_bytes=written,
+        gathered_bytes=max(plan.actions.whole_bytes(), default=0),
     )
 
 

@@ -181,19 +181,26 @@ class Inspection(Stepping):
         """Bytes that this rank has read from and written to NVMe since construction."""
         return self.sharded.scratch.traffic() if self.sharded.scratch is not None else (0, 0)
 
-    def forecast(self, drives: Sequence[Drive] | None = None, *, max_bytes: int | None = None) -> Forecast:
+    def forecast(
+        self, drives: Sequence[Drive] | None = None, *, max_bytes: int | None = None, micro_batches: int = 1,
+        reductions: int | None = None,
+    ) -> Forecast:  # fmt: skip
         """What a step will cost this rank, from the plan and the wrapped optimizer's states.
 
         The order of the units is the recorded one where a training forward has run, else that of ``named_modules``.
         Exact where the next forwards are like it and nothing is recomputed in backward.
 
         Args:
-            drives: of a step in a window, what its schedule does from the window's beginning to its end; None: one
-                forward and its backward. max_bytes: of the window.
+            drives: of a step in a window, what its schedule does from the window's beginning to its end; None:
+                forwards that are each followed by their backward. max_bytes: of the window.
+            micro_batches: of a step outside of a window. reductions: how many of their backwards reduce gradients (the
+                others are within ``no_sync()``); all by default.
         """
         from zoo.shard.runtime.planning import plan_of
         from zoo.zero.costs import forecast_step
 
         self.updater.decide(self.param_groups)
         plan = plan_of(self.runtime, drives, max_bytes)
+        if drives is None:
+            plan = plan.times(micro_batches, micro_batches if reductions is None else reductions)
         return forecast_step(self.sharded, self.updater, plan, clips=self.clipping.measures, num_alike=self.alike.size)

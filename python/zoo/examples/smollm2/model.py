@@ -55,6 +55,26 @@ class LlamaConfig:
                 f"head dimension must be even, because positions rotate pairs, and the others positive."
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        """The same in the words of ``transformers``."""
+        return {
+            "model_type": "llama",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "intermediate_size": self.mlp_width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": self.tied,
+        }
+
 
 class Linear(nn.Linear):
     """x Wᵀ. Where it has no values, no random ones are drawn: on "meta" that imports torch's compiler (seconds)."""

@@ -10,7 +10,7 @@ backward. That of a window (``window.py``) comes from a schedule's list of :clas
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,6 +59,12 @@ class Plan:
     gathers: tuple[tuple[Bucket, bool], ...]
     secondary: frozenset[Bucket]
     reductions: int = 1
+
+    def times(self, passes: int, reductions: int) -> Plan:
+        """So many of them, one after the other."""
+        return replace(
+            self, actions=Actions(list(self.actions) * passes), gathers=self.gathers * passes, reductions=reductions
+        )
 
 
 Verb = Literal["forward", "backward", "backward_inputs", "backward_weights"]
