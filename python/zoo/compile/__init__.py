@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zoo.compile.config import CompileConfig
     from zoo.compile.contract import PassContract, compile_pass, register_compile_pass, validate_schedule
     from zoo.compile.plan import GraphPlan
+    from zoo.compile.uses import use_dtypes
     from zoo.compile.whole import WholeGraph, compile_whole
 
 __all__ = [
@@ -24,11 +25,13 @@ __all__ = [
     "compile_pass",
     "compile_whole",
     "register_compile_pass",
+    "use_dtypes",
     "validate_schedule",
 ]
 
 _WHERE = {
     "CompileConfig": "config", "GraphPlan": "plan", "WholeGraph": "whole", "compile_whole": "whole",
+    "use_dtypes": "uses",
     **dict.fromkeys(("PassError", "check"), "checking"),
     **dict.fromkeys(("PassContract", "compile_pass", "register_compile_pass", "validate_schedule"), "contract"),
 }  # fmt: skip

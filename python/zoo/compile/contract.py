@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from zoo.compile.passes.downcast import downcast
 from zoo.compile.passes.keep import keep
 from zoo.compile.passes.place import place
 from zoo.compile.plan import GraphPlan
@@ -132,8 +133,9 @@ def validate_schedule(schedule: Schedule) -> tuple[tuple[int, tuple[Registered, 
     return tuple(checked)
 
 
-DEFAULT = ("keep", "place")
+DEFAULT = ("downcast", "keep", "place")
 """The passes that make a graph of a model that is split over ranks."""
 
+register_compile_pass("downcast", downcast)
 register_compile_pass("keep", keep, PassContract(adds=frozenset({"kept"})))
 register_compile_pass("place", place, PassContract(requires=frozenset({"kept"}), adds=frozenset({"events"})))

@@ -10,7 +10,7 @@ import torch
 
 from zoo.comm import raise_together
 from zoo.shard.agreement import of_object
-from zoo.shard.collectives.routes import Routes, plain_routes
+from zoo.shard.collectives.routes import Routes, cast_routes, plain_routes
 from zoo.shard.offload.tiers import Tier
 from zoo.shard.placement.axes import Axes
 from zoo.shard.placement.packing import BucketSpec, layout_of
@@ -46,6 +46,15 @@ def choose_routes(
     staged = config.mics_hierarchical_params_gather
     every = {key: plain_routes(of, two_stages=staged, predivide=predivide) for key, of in axes.items()}
     found = _choose(plan, placements, every, config, precision.reduce)
+    for number, (spec, placed) in enumerate(zip(plan, placements, strict=True)):
+        if spec.gather is None or not placed.parameters.is_split or found[number].axes.shard.size == 1:
+            continue  # nothing is gathered
+        if found[number].pack is not None or found[number].gather is not found[number].exact:
+            raise ValueError(
+                f"Precision(gather=) of {spec.names[0]!r} with zero_quantized_weights or "
+                "zero_quantized_nontrainable_weights: both say how parameters travel. Leave one of the two out."
+            )
+        found[number] = cast_routes(found[number], spec.gather)
     if switch is not None:
         from zoo.shard.collectives.compressed import left_to_the_optimizer  # the only part that needs a codec
 

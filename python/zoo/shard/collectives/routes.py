@@ -10,6 +10,7 @@ route              collectives                                                  
 FlatGather         all-gather over p                                                    P (p-1)/p
 TwoStageGather     all-gather over M of P/L, then M all-gathers over L of P/M           P/L (M-1)/M + P (L-1)/L
 PlacedGather       any gather, then a copy to where chunks belong                       as that one
+CastGather         any gather, of elements that are cast                                that one's, of those bytes
 FlatReduce         reduce-scatter over p                                                P (p-1)/p
 ReplicaReduce      any reduction, then all-reduce of P/p over N/p replicas              + 2 P/p (N/p-1)/(N/p)
 WholeReduce        any reduction, then all-gather over p                                + P (p-1)/p
@@ -24,7 +25,7 @@ not have: P/L (M-1)/M a rank instead of P (M-1)/M.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -164,6 +165,29 @@ class PlacedGather:
     def hops(self, numel: int, itemsize: int) -> list[Hop]:
         """See :class:`Gather`."""
         return self._inner.hops(numel, itemsize)
+
+
+class CastGather:
+    """Any gather, in another dtype: every rank casts its shard and all, the owner too, compute with what arrived.
+
+    Where each use of a parameter is a cast to this dtype, as under autocast, results are those of a gather without.
+    """
+
+    def __init__(self, inner: Gather, dtype: torch.dtype) -> None:
+        self._inner, self._dtype = inner, dtype
+
+    def start(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Handle:
+        """See :class:`Gather`."""
+        arrived = torch.empty_like(full, dtype=self._dtype)
+
+        def widen() -> None:
+            full.copy_(arrived)
+
+        return Then([self._inner.start(arrived, shard.to(self._dtype), label)], widen)
+
+    def hops(self, numel: int, itemsize: int) -> list[Hop]:
+        """See :class:`Gather`."""
+        return self._inner.hops(numel, self._dtype.itemsize)
 
 
 class FlatReduce:
@@ -346,6 +370,12 @@ def plain_routes(axes: Axes, *, two_stages: bool = False, predivide: float = 1.0
     secondary = FlatGather(axes.secondary) if axes.secondary is not None else None
     reduce = with_replicas(FlatReduce(axes.shard, axes.num_losses, predivide), axes)
     return Routes(axes=axes, gather=exact, exact=exact, reduce=reduce, secondary=secondary)
+
+
+def cast_routes(routes: Routes, dtype: torch.dtype) -> Routes:
+    """Parameters that are needed for forward and backward travel in ``dtype``."""
+    secondary = CastGather(routes.secondary, dtype) if routes.secondary is not None else None
+    return replace(routes, gather=CastGather(routes.exact, dtype), secondary=secondary)
 
 
 def with_replicas(reduce: Reduce, axes: Axes) -> Reduce:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
 
 
-_Key = tuple[tuple[torch.dtype, torch.dtype], bool, bool, tuple[str, ...], str, type[nn.Parameter]]
+_Key = tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool, bool, tuple[str, ...], str, type[nn.Parameter]]
 
 
 @dataclass(eq=False)
@@ -54,6 +54,9 @@ class BucketSpec:
     """The values that they came with are kept: as masters, or beside frozen parameters."""
     cls: type[nn.Parameter] = nn.Parameter
     """Of the parameters. Another one has codes (``quantised_parameters.py``), which nothing may round."""
+
+    gather: torch.dtype | None = None
+    """The dtype in which parameters travel where they are partitioned, where it is another one than ``dtype``."""
 
     accumulate: torch.dtype | None = None
     """The dtype of gradients on this rank, where it is another one than ``dtype``."""
@@ -88,9 +91,9 @@ def plan_buckets(
     ``model_persistence_threshold`` elements are. Parameters that are parts along other mesh axes travel between other
     ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
     open while they run, and would keep what it shares a bucket with gathered. The parameters of a
-    bucket have one dtype, which ``precision`` says, and they came in one too; so have their gradients.
-    A parameter that ``is_table`` has a bucket of its own, and its ``row`` is set. ``size_of`` counts elements: ranks
-    with other parts of the same tensors get the same buckets only if they count alike.
+    bucket have one dtype, which ``precision`` says, and they came in one too and travel in one; so have their
+    gradients. A parameter that ``is_table`` has a bucket of its own, and its ``row`` is set. ``size_of`` counts
+    elements: ranks with other parts of the same tensors get the same buckets only if they count alike.
     """
     buckets: list[BucketSpec] = []
     still_open: dict[_Key, BucketSpec] = {}
@@ -101,7 +104,8 @@ def plan_buckets(
             size = size_of(parameter)
             resident = size <= config.param_persistence_threshold and size <= budget
             budget -= size if resident else 0
-            dtypes = compute_dtype(parameter, precision.param), parameter.dtype
+            computed = compute_dtype(parameter, precision.param)
+            dtypes = computed, parameter.dtype, _gather_dtype(computed, precision.gather.get(name))
             axes = family_of(parameter)
             table = name if is_table(parameter) else ""
             key = (dtypes, parameter.requires_grad, resident, axes, table, class_of(parameter))
@@ -111,8 +115,9 @@ def plan_buckets(
             size = sum(size_of(p) for _, p in members)
             spec = still_open.get(key)
             if alone or spec is None or sum(map(size_of, spec.parameters)) + size > config.bucket_size:
-                (dtype, original), trainable, resident, axes, table, cls = key
+                (dtype, original, travels), trainable, resident, axes, table, cls = key
                 spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes, came_in=original, cls=cls)
+                spec.gather = travels if travels is not dtype else None
                 if trainable and precision.accumulate is not dtype:
                     spec.accumulate = precision.accumulate
                 if table:
@@ -133,6 +138,11 @@ def plan_buckets(
         spec.parameters = [spec.parameters[i] for i in order]
         spec.groups = [spec.groups[i] for i in order]
     return buckets
+
+
+def _gather_dtype(computed: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """In which parameters travel that are computed with in ``computed``: nothing becomes wider on its way."""
+    return wanted if wanted is not None and wanted.itemsize < computed.itemsize else computed
 
 
 def layout_of(spec: BucketSpec, num_chunks: int) -> FlatLayout:

@@ -41,7 +41,7 @@ def plan_model(
     for spec in plan:
         spec.logical = {name: logical_name(module, name) for name in spec.names}
     described = [
-        (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes, b.row)
+        (b.names, [tuple(p.shape) for p in b.parameters], [b.original, b.dtype, b.gather], b.groups, b.axes, b.row)
         for b in plan
     ]  # fmt: skip
     return specs, plan, short_digest(described)

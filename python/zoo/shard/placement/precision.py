@@ -7,8 +7,8 @@ trainable parameters start from, and of frozen ones it is kept beside them (``ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from typing import Any
@@ -40,6 +40,9 @@ class Precision:
         cast_inputs: with ``param``, floating-point tensors among the arguments of the model's forward are cast.
         predivide: divide gradients by this before they are added up over the N ranks, by N / predivide afterwards; at
             most N, so that ``math.inf`` divides by all of it first. For sums of 16-bit gradients that would overflow.
+        gather: by name, in which dtype a parameter travels to forward and backward where it is partitioned (stage 3),
+            as :func:`zoo.compile.use_dtypes` finds them of a model under autocast; the others in their own. What is
+            used is rounded to it, evaluations included; shards, gradients and updates are not.
     """
 
     param: torch.dtype | None = None
@@ -47,6 +50,7 @@ class Precision:
     reduce: torch.dtype | None = None
     cast_inputs: bool = True
     predivide: float = 1.0
+    gather: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def inputs(self) -> torch.dtype | None:
@@ -71,6 +75,7 @@ class Precision:
             raise ValueError(
                 f"Precision(predivide={given!r}); gradients are divided by a number from 1 to the number of ranks."
             )
+        self._check_gather(model)
         if self.param not in (None, *COMPUTES):
             raise ValueError(
                 f"Precision(param={self.param!r}); allowed are {', '.join(map(str, COMPUTES))}, or None for the dtypes "
@@ -82,6 +87,17 @@ class Precision:
                 f"Precision(param={self.param}) with parameters of torch.float64 ({', '.join(map(repr, wide[:5]))}), "
                 "whose masters in fp32 would be rounded. Convert them first (model.float()), or leave param out."
             )
+
+    def _check_gather(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters(remove_duplicate=False))
+        for name, dtype in self.gather.items():
+            if name not in named:
+                raise ValueError(f"Precision(gather={{{name!r}: …}}): the model has no such parameter.")
+            if dtype not in COMPUTES or not named[name].dtype.is_floating_point:
+                raise ValueError(
+                    f"Precision(gather={{{name!r}: {dtype}}}) of a parameter of {named[name].dtype}; what is gathered "
+                    f"so is of a dtype that models compute in, as {', '.join(map(str, COMPUTES))}."
+                )
 
 
 def resolve_precision(precision: Any) -> Precision:

@@ -1,0 +1,71 @@
+"""What could travel in fewer bytes: parameters that a graph casts before anything reads them.
+
+In which dtype a bucket travels is decided when the model is split, alike on all ranks (``Precision.gather``); no rank
+changes it by compiling. So this pass changes nothing. It says of each bucket what its graph shows, and warns where
+something reads values that were rounded on their way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from zoo.compile.capture import alias_of
+from zoo.compile.plan import GraphPlan
+from zoo.compile.uses import CASTS
+from zoo.shard.buckets import Bucket
+
+_log = logging.getLogger("zoo.compile")
+
+
+def downcast(graph: fx.GraphModule, plan: GraphPlan) -> fx.GraphModule:
+    """See above."""
+    if plan.backward:
+        return graph
+    found: dict[Bucket, dict[str, frozenset[torch.dtype]]] = defaultdict(dict)
+    for place, (bucket, slot) in plan.parameters(graph.graph).items():
+        if bucket.partitioned:
+            found[bucket][bucket.called(slot)] = _uses(place, bucket.spec.dtype)
+    for bucket, uses in found.items():
+        if said := _told(bucket, uses):
+            plan.say("downcast", said)
+    return graph
+
+
+def _uses(place: fx.Node, own: torch.dtype) -> frozenset[torch.dtype]:
+    """The dtypes in which a parameter, or a view of it, is read."""
+    found: set[torch.dtype] = set()
+    for user in place.users:
+        if user.target in CASTS and isinstance(user.meta.get("val"), torch.Tensor):
+            found.add(user.meta["val"].dtype)
+        elif alias_of(user):
+            found |= _uses(user, own)
+        elif user.op != "output":
+            found.add(own)
+    return frozenset(found)
+
+
+def _told(bucket: Bucket, uses: dict[str, frozenset[torch.dtype]]) -> str:
+    own, travels = bucket.spec.dtype, bucket.spec.gather or bucket.spec.dtype
+    kinds = {dtype for found in uses.values() for dtype in found}
+    wide = [name for name, found in uses.items() if any(dtype.itemsize > travels.itemsize for dtype in found)]
+    if wide:
+        _log.warning(
+            "%s travels as %s, and %s is read as it is: rounded. Leave it out of Precision(gather=...).", bucket.label,
+            travels, wide[0],
+        )  # fmt: skip
+        return f"{bucket.label} travels as {travels}, and {', '.join(wide)} is read as it is"
+    if travels is not own:
+        return f"{bucket.label} travels as {travels}: {bucket.layout.size * travels.itemsize:,} bytes"
+    if len(kinds) > 1:
+        named = "; ".join(
+            f"{', '.join(n for n, found in uses.items() if dtype in found)} as {dtype}"
+            for dtype in sorted(kinds, key=str)
+        )
+        return f"{bucket.label} has mixed uses, and travels as {own}: {named}"
+    if kinds and (dtype := next(iter(kinds))).itemsize < own.itemsize:
+        return f"{bucket.label} is used as {dtype} alone, and travels as {own}: see use_dtypes"
+    return ""
