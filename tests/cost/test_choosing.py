@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,25 @@ def test_goodput_is_what_a_job_that_fails_has() -> None:
         goodput(ranks=1, hours_between_failures=1, checkpoint_s=0, restart_s=-1)
     with pytest.raises(ValueError, match="both are above 0"):
         goodput(ranks=0, hours_between_failures=1, checkpoint_s=0, restart_s=0)
+
+
+def test_a_thousand_million_ranks_are_judged_at_once() -> None:
+    began = time.process_time()
+    found = layouts(SMALL, A100, ranks=10**9, global_batch=10**9)
+    assert found
+    assert all(f.layout.ranks == 10**9 for f in found)
+    assert time.process_time() - began < 5.0
+
+
+@pytest.mark.parametrize(("micro_batches", "layers"), [(1, 6.0), (2, 12.0), (4, 24.0), (8, 33.0)])
+def test_chunks_keep_no_more_than_the_micro_batches_that_there_are(micro_batches: int, layers: float) -> None:
+    """Of 24 layers in 4 stages of 2 chunks; with enough micro-batches 24 · (1 + 3 / 8)."""
+    chunked = Layout(global_batch=micro_batches, pipeline=4, chunks=2)
+    kept = memory_of(SMALL, Layout(global_batch=1)).activations / 24
+    assert memory_of(SMALL, chunked).activations == pytest.approx(layers * kept)
+
+
+def test_a_configuration_without_an_end_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+        read_transformer(tmp_path, seq=128)

@@ -61,3 +61,28 @@ def test_measured_all_reduces_are_met(ranks: int, at: int) -> None:
 def test_nothing_takes_nothing() -> None:
     assert seconds("all_reduce", 0, 8, A100, local=8) == 0.0
     assert seconds("all_gather", 10, 1, A100, local=1) == 0.0
+
+
+@given(num_bytes=st.integers(10**6, 10**10), nodes=st.integers(2, 64), local=st.integers(1, 8))
+def test_an_all_to_all_sends_each_message_straight(num_bytes: int, nodes: int, local: int) -> None:
+    """Counted one message after the other: all of a node's go through its adapters."""
+    ranks = nodes * local
+    away = sum(
+        num_bytes / ranks
+        for sender in range(local)
+        for receiver in range(ranks)
+        if receiver // local != sender // local
+    )
+    found = seconds("all_to_all", num_bytes, ranks, FORMULA, local=local, rings=FORMULA.adapters)
+    least = away / FORMULA.node_bytes_per_s
+    latency = (ranks - local) * FORMULA.between.latency_s + (local - 1) * FORMULA.inside.latency_s
+    inside = (local - 1) * num_bytes / ranks / FORMULA.inside.bytes_per_s
+    assert found == pytest.approx(max(least, inside) + latency)
+
+
+def test_what_no_collective_is() -> None:
+    with pytest.raises(ValueError, match="no collective is named 'all_sum'; known are all_gather"):
+        seconds("all_sum", 1e6, 8, A100, local=8)
+    for more in ({"local": 0}, {"local": 4, "rings": 0}):
+        with pytest.raises(ValueError, match="both are at least 1"):
+            seconds("all_reduce", 1e6, 8, A100, **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from zoo.cost.hardware import CHANNELS
 POSITIVE = st.floats(1e-9, 1e18)
 LINKS = st.builds(
     Link, latency_s=st.floats(0, 1), bytes_per_s=POSITIVE,
-    all_reduce=st.dictionaries(st.integers(2, 64), st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1).map(tuple)),
+    all_reduce=st.dictionaries(st.integers(2, 64), st.lists(
+        st.tuples(POSITIVE, POSITIVE), min_size=1, unique_by=lambda point: point[0],
+    ).map(sorted).map(tuple)),
 )  # fmt: skip
 DEVICES = st.builds(
     Device, name=st.text(max_size=9), memory_bytes=st.integers(0, 10**12), bytes_per_s=POSITIVE, reached=POSITIVE,
@@ -108,3 +111,35 @@ def test_names_and_files_that_are_not_there(tmp_path: Path) -> None:
         file.truncate(17 << 20)
     with pytest.raises(HardwareError, match="17,825,792 bytes"):
         read_hardware(tmp_path / "large")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("device", "bytes_per_s"), 10**400, "bytes_per_s is 10+, where a number is expected"),
+        (("device", "name"), 5, "name of its device is 5, where a text is expected"),
+        (("name",), ["x"], r"name of its hardware is \['x'\], where a text"),
+        (("sources",), "a datasheet", "sources is 'a datasheet', where a list of texts"),
+        (("inside", "all_reduce"), {"4": []}, "all_reduce of 4 has 0 points; there is at least one"),
+        (("inside", "all_reduce"), {"4": [[1e9, 1.0], [1.0, 2e-5]]}, "all_reduce of 4 has 2 points.*their bytes rise"),
+        (("inside", "all_reduce"), {"4": [[1.0, -2.0]]}, "seconds in all_reduce of 4 is -2.0"),
+        (("between", "all_reduce"), {"4": [[math.nan, 1.0]]}, "bytes in all_reduce of 4 is nan"),
+    ],
+)
+def test_values_that_no_machine_has(place: tuple[str, ...], value: Any, said: str) -> None:
+    document = read_hardware("a100-80").to_dict()
+    inner = document
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    with pytest.raises(HardwareError, match=f"this is no hardware file: {said}"):
+        Hardware.from_dict(document)
+
+
+def test_names_and_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(HardwareError, match="no hardware is named 'xxx"):
+        read_hardware("x" * 5000)
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(HardwareError, match="is no JSON"):
+        read_hardware(deep)

@@ -111,6 +111,7 @@ def test_a_gather_that_is_longer_than_a_layer_is_exposed() -> None:
         ({"global_batch": 0}, "global_batch=0; it is a whole number above 0"),
         ({"global_batch": 6, "data": 4}, "a batch of 6 is no whole number of micro-batches of 1 on 4 ranks"),
         ({"global_batch": 4, "stage": 4}, "stage=4; allowed are 0, 1, 2 and 3"),
+        ({"global_batch": 4, "rings": 0}, "rings=0; it is a whole number above 0, or None"),
         ({"global_batch": 4, "pipeline": 5}, "24 layers on 5 stages of 1 chunk"),
         ({"global_batch": 4, "tensor": 3}, "16 heads, inner width 4096: tensor=3 divides not both"),
     ],
@@ -165,3 +166,9 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
     for name in ("name", "tiles", "speed"):
         with pytest.raises(ValueError, match=f"'{name}' is no number of a Software or of a Device"):
             calibrate([run], LEAN, [name])
+    for step_s in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"a run took step_s={step_s}; it is a number above 0"):
+            calibrate([dataclasses.replace(run, step_s=step_s)], LEAN, ["gap_s"])
+    other = dataclasses.replace(run, hardware=dataclasses.replace(A100, adapters=1))
+    with pytest.raises(ValueError, match="two machines of the runs are named 'a100-80'"):
+        calibrate([run, other], LEAN, ["gap_s"])

@@ -69,11 +69,17 @@ def calibrate(
             devices get one factor for all hardware of the runs.
 
     Raises:
-        ValueError: no runs; a name that is no number of these; fewer runs than names.
+        ValueError: no runs; a name that is no number of these; fewer runs than names; a run without time;
+            two machines of one name.
     """
     if len(runs) < max(len(free), 1):
         raise ValueError(f"{len(runs)} run(s) for {len(free)} numbers: at least as many runs are needed.")
     known = {run.hardware.name: run.hardware for run in runs}
+    for run in runs:
+        if not 0 < run.step_s < math.inf:
+            raise ValueError(f"a run took step_s={run.step_s}; it is a number above 0.")
+        if run.hardware != known[run.hardware.name]:
+            raise ValueError(f"two machines of the runs are named {run.hardware.name!r}; give each its own name.")
     given = [_given(software, known, name) for name in free]
 
     def applied(at: _Vector) -> tuple[dict[str, Hardware], Software]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,12 +78,11 @@ def nearest(wanted: Layout, known: list[Forecasted], count: int = 3) -> list[For
 
 def _possible(model: Transformer, hardware: Hardware, ranks: int, global_batch: int) -> Iterator[Layout]:
     modes: list[Recompute] = ["none", "full"] if model.attention == "flash" else ["none", "selective", "full"]
-    for tensor in _divisors(min(ranks, hardware.ranks_per_node)):
-        if ranks % tensor or model.heads % tensor or model.inner % tensor:
-            continue
-        for pipeline in _divisors(ranks // tensor):
+    of_node = min(ranks, hardware.ranks_per_node)
+    for tensor in _divisors(math.gcd(of_node, ranks, model.heads, model.inner)):
+        for pipeline in _divisors(math.gcd(ranks // tensor, model.layers)):
             data = ranks // tensor // pipeline
-            if model.layers % pipeline or global_batch % data:
+            if global_batch % data:
                 continue
             stages = [0] if data == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
             for micro_batch in (1, 2, 4, 8, 16, 32, 64):
@@ -98,4 +98,6 @@ def _possible(model: Transformer, hardware: Hardware, ranks: int, global_batch: 
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    """Rising."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -105,27 +105,47 @@ def seconds(
     rate``; or as it was measured. Over nodes the ring passes each node once: what a node sends leaves it through
     ``rings`` adapters, and the steps between nodes have the network's latency, those inside of a node that of its link.
     NCCL goes on to trees where a ring's latency would be more than its bytes; a tree has 2 log2(nodes) of these steps,
-    and the lesser of both is taken (Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth").
+    and the lesser of both is taken (Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth"). An
+    all-to-all has no ring: each of a node's l ranks sends ``bytes · (n - l) / n`` straight to other nodes, in n - l
+    messages, all of it through the adapters.
 
     Args:
         num_bytes: of the whole logical buffer. ranks: of the group; local: those of them on one node.
         rings: adapters of a node that this group uses; its share of all of them by default, where the ranks of a node
             are in as many groups as there is place for.
+
+    Raises:
+        ValueError: a collective that is not known; no rank on a node, or no adapter.
     """
+    if op not in WIRE_FACTOR:
+        raise ValueError(f"no collective is named {op!r}; known are {', '.join(WIRE_FACTOR)}.")
     if ranks == 1 or num_bytes <= 0:
         return 0.0
     factor = WIRE_FACTOR[op](ranks)
     steps = (2 if op == "all_reduce" else 1) * (ranks - 1)
+    if local < 1 or (rings is not None and rings < 1):
+        raise ValueError(f"a collective got local={local} and rings={rings}; both are at least 1.")
     if local >= ranks:
         return _inside(op, num_bytes, ranks, hardware, factor, steps)
     nodes = math.ceil(ranks / local)
     share = local / hardware.ranks_per_node
     adapters = min(rings, hardware.adapters) if rings is not None else max(hardware.adapters * share, 1e-9)
+    if op == "all_to_all":
+        return _to_all(num_bytes, ranks, hardware, local, adapters)
     rate = min(adapters * hardware.between.bytes_per_s, hardware.inside.bytes_per_s * (1 if local > 1 else math.inf))
     hops = steps // (ranks - 1)
     around = hops * ((nodes - 1) * hardware.between.latency_s + nodes * (local - 1) * hardware.inside.latency_s)
     tree = 2 * hops * (math.log2(nodes) * hardware.between.latency_s + (local - 1) * hardware.inside.latency_s)
     return num_bytes * factor / rate + min(around, tree)
+
+
+def _to_all(num_bytes: float, ranks: int, hardware: Hardware, local: int, adapters: float) -> float:
+    """Every rank sends a message to every other one: a node's adapters carry what all of its ranks send beyond it."""
+    part = num_bytes / ranks
+    away = local * (ranks - local) * part / (adapters * hardware.between.bytes_per_s)
+    here = (local - 1) * part / hardware.inside.bytes_per_s
+    latency = (ranks - local) * hardware.between.latency_s + (local - 1) * hardware.inside.latency_s
+    return max(away, here) + latency
 
 
 def _inside(op: str, num_bytes: float, ranks: int, hardware: Hardware, factor: float, steps: int) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -28,6 +27,7 @@ __all__ = [
 ]
 
 _MAX_BYTES = 16 << 20  # of a file
+_HUGE = 1e300  # no number of a machine is as large, and a float holds it
 
 
 class HardwareError(ValueError):
@@ -192,12 +192,12 @@ def read_hardware(name: str | Path) -> Hardware:
     """
     names = hardware_names()
     alike = [known for known in names if known.startswith(str(name))]
-    if len(alike) == 1 and not Path(name).exists():
+    if len(alike) == 1 and not _is_file(Path(name)):
         name = alike[0]
     if str(name) in names:
         return Hardware.from_dict(json.loads((resources.files("zoo.cost") / "files" / f"{name}.json").read_text()))
     path = Path(name)
-    if not path.is_file():
+    if not _is_file(path):
         raise HardwareError(
             f"no hardware is named {str(name)!r}, and no file is: known are {', '.join(alike or names)}; "
             "`zoo bench hardware --write FILE` measures this machine."
@@ -206,9 +206,17 @@ def read_hardware(name: str | Path) -> Hardware:
         raise HardwareError(f"{path} has {path.stat().st_size:,} bytes; a hardware file has at most {_MAX_BYTES:,}.")
     try:
         document = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HardwareError(f"{path} is no JSON: {error}.") from error
     return Hardware.from_dict(document)
+
+
+def _is_file(path: Path) -> bool:
+    """No also for a name that is too long to be one's."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _hardware(document: Any) -> Hardware:
@@ -228,8 +236,7 @@ def _hardware(document: Any) -> Hardware:
     for name in ("inside", "between"):
         link = _fields(Link, given[name])
         link["all_reduce"] = {
-            int(ranks): tuple((float(size), float(seconds)) for size, seconds in points)
-            for ranks, points in link.get("all_reduce", {}).items()
+            int(ranks): _table(f"all_reduce of {ranks}", points) for ranks, points in link.get("all_reduce", {}).items()
         }
         given[name] = Link(**link)
     channels = given.get("channels", {})
@@ -237,7 +244,10 @@ def _hardware(document: Any) -> Hardware:
     if unknown:
         raise ValueError(f"channels has {unknown[0]!r}; it may have {', '.join(CHANNELS)}")
     given["channels"] = {name: Channel(**_fields(Channel, channel)) for name, channel in channels.items()}
-    given["sources"] = tuple(str(source) for source in given.get("sources", ()))
+    sources = given.get("sources", ())
+    if isinstance(sources, str):
+        raise ValueError(f"sources is {sources!r}, where a list of texts is expected")
+    given["sources"] = tuple(str(source) for source in sources)
     return Hardware(**given)
 
 
@@ -251,6 +261,8 @@ def _fields(cls: type[Any], document: Any) -> dict[str, Any]:
         raise ValueError(f"{cls.__name__.lower()} has {unknown[0]!r}; it may have {', '.join(fields)}")
     found = dict(document)
     for name, f in fields.items():
+        if f.type == "str" and not isinstance(found.get(name), str):
+            raise ValueError(f"{name} of its {cls.__name__.lower()} is {found.get(name)!r}, where a text is expected")
         if f.type in ("float", "int"):
             if name not in found:
                 if f.default is dataclasses.MISSING:
@@ -261,12 +273,21 @@ def _fields(cls: type[Any], document: Any) -> dict[str, Any]:
     return found
 
 
+def _table(name: str, points: Any) -> tuple[tuple[float, float], ...]:
+    """Of bytes and seconds, bytes rising."""
+    found = tuple((_positive(f"bytes in {name}", size), _positive(f"seconds in {name}", s)) for size, s in points)
+    sizes = [size for size, _ in found]
+    if not found or sizes != sorted(set(sizes)):
+        raise ValueError(f"{name} has {len(found)} points; there is at least one, and their bytes rise")
+    return found
+
+
 def _positive(name: str, value: Any) -> float:
     return float(_number(name, value, zero=False, whole=False))
 
 
 def _number(name: str, value: Any, *, zero: bool, whole: bool) -> float | int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _HUGE:
         raise ValueError(f"{name} is {value!r}, where a number is expected")
     if value < 0 or (value == 0 and not zero):
         raise ValueError(f"{name} is {value!r}, where a number {'of at least' if zero else 'above'} 0 is expected")

@@ -51,7 +51,8 @@ def memory_of(
 
     ZeRO's stage s divides by the ranks of ``data``: the states (s ≥ 1), the gradients (s ≥ 2), the parameters (s = 3).
     1F1B keeps what min(n, p) micro-batches of its layers need on the first of p stages; with v chunks what
-    ``layers · (1 + (p - 1) / (p v))`` layers need (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3).
+    ``layers · (1 + (p - 1) / (p v))`` layers need, or what all n micro-batches need where that is less
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3).
 
     Args:
         parameter_bytes, gradient_bytes, state_bytes: of one number each; 2, 2 and 12 are those of Adam with bf16.
@@ -65,7 +66,8 @@ def memory_of(
         parameters += model.vocab * model.hidden / split
     parts = [layout.data if layout.stage >= s else 1 for s in (3, 2, 1)]
     # Layers whose activations are there at the same time.
-    alive = model.layers * (1 + (p - 1) / (p * v)) if v > 1 else model.layers // p * min(layout.micro_batches, p)
+    most = model.layers * (1 + (p - 1) / (p * v)) if v > 1 else float(model.layers)
+    alive = min(most, model.layers // p * layout.micro_batches)
     kept = kept_of_layer(
         model, layout.micro_batch, tensor=split, sequence_parallel=layout.sequence_parallel, recompute=layout.recompute
     )

@@ -49,7 +49,7 @@ def read_transformer(path: str | Path, *, seq: int) -> Transformer:
         raise ValueError(f"{file} has {file.stat().st_size:,} bytes; a config.json has at most {_MAX_BYTES:,}.")
     try:
         config = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON: {error}.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds {type(config).__name__}, where an object is expected.")
