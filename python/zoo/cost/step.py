@@ -45,7 +45,7 @@ class Layout:
             raise ValueError(
                 f"a layout got recompute={self.recompute!r}; allowed are {', '.join(get_args(Recompute))}."
             )  # fmt: skip
-        if self.rings is not None and (not isinstance(self.rings, int) or self.rings < 1):
+        if self.rings is not None and self.rings < 1:
             raise ValueError(f"a layout got rings={self.rings!r}; it is a whole number above 0, or None.")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"a layout got stage={self.stage!r}; allowed are 0, 1, 2 and 3.")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch as modes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.cost.operators import NOTHING, Work
@@ -87,6 +88,23 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work, again = counted if isinstance(counted, tuple) else (counted, NOTHING)
         computed = all(is_real(t) for t in call.outputs)
         self._sink(call.name, work, again, bytes_of(work, call), computed)
+
+    def leave(self) -> None:
+        """Be active no more, whatever was made active after it: that stays so."""
+        above: list[Any] = []
+        while (top := modes._get_current_dispatch_mode()) is not None and top is not self:
+            above.append(top)
+            if isinstance(top, OperatorCounter):
+                top.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            else:  # its own way out may do more than that
+                modes._pop_mode()
+        if top is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for one in reversed(above):
+            if isinstance(one, OperatorCounter):
+                one.__enter__()  # type: ignore[no-untyped-call]
+            else:
+                modes._push_mode(one)
 
 
 def _takes_apart(kind: type) -> bool:

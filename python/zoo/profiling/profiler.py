@@ -91,7 +91,8 @@ class FlopsProfiler:
         self.reset_profile()
         self._watch()
         self._open.enter_context(_as_written())
-        self._open.enter_context(self._counter)
+        self._counter.__enter__()  # type: ignore[no-untyped-call]
+        self._open.callback(self._counter.leave)
         self.started = True
         latest.note(self)
 

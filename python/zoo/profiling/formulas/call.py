@@ -12,7 +12,7 @@ import torch
 
 from zoo.cost.operators import Work
 
-__all__ = ["Call", "Counted", "Formula", "fakes", "is_real", "numel", "tensors"]
+__all__ = ["Call", "Counted", "Formula", "elements", "fakes", "is_real", "nbytes", "numel", "tensors"]
 
 Counted = Work | tuple[Work, Work]
 """What a call does; of a gradient (what it is for, what it computes again because the forward has not kept it)."""
@@ -81,6 +81,36 @@ def tensors(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors(value)
+
+
+_COMPRESSED = {
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+
+
+def elements(tensor: torch.Tensor) -> int:
+    """Those that are stored; of a sparse tensor the values that it has, those that are equal to 0 among them."""
+    if tensor.layout is torch.sparse_coo:
+        return int(tensor._values().numel())
+    if tensor.layout in _COMPRESSED:
+        return int(tensor.values().numel())
+    return int(tensor.numel())
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Of what is stored; of a sparse tensor values and indices. 0 of layouts whose memory torch does not tell."""
+    found = elements(tensor) * tensor.element_size()
+    if tensor.layout is torch.strided:
+        return found
+    if tensor.layout is torch.sparse_coo:
+        return found + int(tensor._indices().numel()) * 8
+    if tensor.layout in _COMPRESSED:
+        indices = [read(tensor) for read in _COMPRESSED[tensor.layout]]
+        return found + sum(int(one.numel()) * one.element_size() for one in indices)
+    return 0
 
 
 def is_real(tensor: torch.Tensor) -> bool:

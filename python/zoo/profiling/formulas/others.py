@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zoo.cost.operators import Work, fft
-from zoo.profiling.formulas.call import Call, Counted, Formula, tensors
+from zoo.profiling.formulas.call import Call, Counted, Formula, elements, tensors
 
 __all__ = ["MOVES", "OTHERS", "pointwise", "reduction"]
 
@@ -19,16 +19,16 @@ def pointwise(call: Call) -> Counted:
     """1 for each element of the results; of lists ("_foreach_add_"), of the first one that is given."""
     if not any(_computes(t) for t in call.inputs):
         return Work()
-    made = sum(t.numel() for t in call.outputs)
+    made = sum(elements(t) for t in call.outputs)
     if not made:  # in place, on lists
-        made = sum(t.numel() for t in tensors((_first(call),)))
+        made = sum(elements(t) for t in tensors((_first(call),)))
     return Work(elementwise=made)
 
 
 def reduction(call: Call) -> Counted:
     """1 for each element of the first tensor or list that is given."""
     given = list(tensors((_first(call),)))
-    return Work(elementwise=sum(t.numel() for t in given if _computes(t)))
+    return Work(elementwise=sum(elements(t) for t in given if _computes(t)))
 
 
 def _first(call: Call) -> object:
@@ -41,7 +41,7 @@ def _computes(tensor: object) -> bool:
 
 def _times(operations: int, of: Callable[[Call], object]) -> Formula:
     def formula(call: Call) -> Counted:
-        return Work(elementwise=operations * sum(t.numel() for t in tensors((of(call),)) if _computes(t)))
+        return Work(elementwise=operations * sum(elements(t) for t in tensors((of(call),)) if _computes(t)))
 
     return formula
 
@@ -132,7 +132,9 @@ _FEW = {
     "softshrink_backward": 1, "binary_cross_entropy_with_logits": 6, "batch_norm_stats": 4, "batch_norm_elemt": 4,
     "batch_norm_backward_reduce": 6, "batch_norm_backward_elemt": 6, "quantize_per_tensor": 2, "dequantize": 2,
     "quantize_per_channel": 2, "fractional_max_pool2d_backward": 1, "miopen_batch_norm_backward": 14,
-    "_cdist_backward": 6, "segment_reduce": 1, "_upsample_nearest_exact2d_backward": 1,
+    "_cdist_backward": 6, "_sparse_softmax": 5, "_sparse_log_softmax": 5, "_sparse_sum": 1, "_coalesce": 1,
+    "_sparse_softmax_backward_data": 4, "_sparse_log_softmax_backward_data": 4,
+    "segment_reduce": 1, "_upsample_nearest_exact2d_backward": 1,
 }  # fmt: skip
 _OF_RESULTS = {
     "_embedding_bag": 1, "_embedding_bag_forward_only": 1, "upsample_bilinear2d": 7, "upsample_linear1d": 3,
@@ -190,7 +192,9 @@ _MOVES = """
     _has_same_storage_numel _index_put_impl_ _is_all_true _is_any_true _lazy_clone _local_scalar_dense
     _mkldnn_reshape _mkldnn_transpose _nested_from_padded _nested_tensor_from_mask _new_zeros_with_same_feature_meta
     _pack_padded_sequence _philox_normal _philox_uniform _pin_memory _print _reshape_copy _resize_output_ _stack
-    _to_copy _to_dense _unique _unique2 _unsafe_index _unsafe_index_put _unsafe_masked_index
+    _coalesced _convert_indices_from_coo_to_csr _convert_indices_from_csr_to_coo
+    _linalg_check_errors _to_copy _to_dense _to_sparse _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr
+    is_coalesced lu_unpack sparse_mask _unique _unique2 _unsafe_index _unsafe_index_put _unsafe_masked_index
     _unsafe_masked_index_put_accumulate _unsafe_view _upsample_nearest_exact1d _upsample_nearest_exact2d
     _upsample_nearest_exact3d all any arange argmax argmin as_strided_ as_strided_scatter bernoulli bernoulli_
     bincount block_diag bucketize cat cauchy_ channel_shuffle clone col2im complex constant_pad_nd copy copy_

@@ -9,8 +9,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from zoo.cost.operators import COMPLEX, NOTHING, Cell, Work, convolution, matrix_product, recurrent_cell
-from zoo.profiling.formulas.call import Call, Counted, Formula, is_real, numel
+from zoo.profiling.formulas.call import Call, Counted, Formula, elements, is_real, numel
 
 __all__ = ["PRODUCTS"]
 
@@ -25,9 +27,34 @@ def _of(call: Call, name: str, m: int, k: int, n: int, *, batch: int = 1, bias: 
     return COMPLEX * found if call[name].is_complex() else found
 
 
+def _is_sparse(call: Call, *names: str) -> bool:
+    return any(call[name].layout is not torch.strided for name in names)
+
+
+def _of_stored(call: Call, left: str, right: str, m: int, n: int, *, bias: bool) -> Work:
+    """A product of which one side is sparse: each of its stored elements meets a row, or a column, of the other side.
+
+    Raises:
+        ValueError: both are sparse: which elements meet is in their values.
+    """
+    if all(_is_sparse(call, name) for name in (left, right)):
+        raise ValueError("a product of two sparse matrices has no formula.")
+    macs = elements(call[left]) * n if _is_sparse(call, left) else elements(call[right]) * m
+    out = next(call.outputs).numel() if bias else 0
+    return (COMPLEX if call[left].is_complex() else 1) * Work(macs=macs, elementwise=out)
+
+
+def _sampled(call: Call) -> Counted:
+    """Only the elements that the sparse matrix has are computed."""
+    work = Work(macs=elements(call["self"]) * call.shape("mat1")[-1], elementwise=elements(call["self"]))
+    return COMPLEX * work if call["mat1"].is_complex() else work
+
+
 def _mm(left: str, right: str, *, bias: bool = False) -> Formula:
     def formula(call: Call) -> Counted:
         (m, k), n = call.shape(left), call.shape(right)[1]
+        if _is_sparse(call, left, right):
+            return _of_stored(call, left, right, m, n, bias=bias)
         return _of(call, left, m, k, n, bias=bias)
 
     return formula
@@ -36,6 +63,8 @@ def _mm(left: str, right: str, *, bias: bool = False) -> Formula:
 def _bmm(left: str, right: str, *, bias: bool = False) -> Formula:
     def formula(call: Call) -> Counted:
         (b, m, k), n = call.shape(left), call.shape(right)[2]
+        if _is_sparse(call, left, right):
+            return _of_stored(call, left, right, m, n, bias=bias)
         return _of(call, left, m, k, n, batch=b, bias=bias)
 
     return formula
@@ -44,6 +73,9 @@ def _bmm(left: str, right: str, *, bias: bool = False) -> Formula:
 def _mv(matrix: str, *, bias: bool = False) -> Formula:
     def formula(call: Call) -> Counted:
         m, k = call.shape(matrix)
+        if _is_sparse(call, matrix):
+            work = Work(macs=elements(call[matrix]), elementwise=m if bias else 0)
+            return COMPLEX * work if call[matrix].is_complex() else work
         return _of(call, matrix, m, k, 1, bias=bias)
 
     return formula
@@ -212,6 +244,9 @@ def _trilinear(call: Call) -> Counted:
 PRODUCTS: dict[str, Formula] = {
     "mm": _mm("self", "mat2"),
     "addmm": _mm("mat1", "mat2", bias=True),
+    "_sparse_addmm": _mm("mat1", "mat2", bias=True),
+    "hspmm": _mm("mat1", "mat2"),
+    "sparse_sampled_addmm": _sampled,
     "_addmm_activation": _mm("mat1", "mat2", bias=True),
     "_int_mm": _mm("self", "mat2"),
     "_scaled_mm": _mm("self", "mat2"),

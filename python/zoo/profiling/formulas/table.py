@@ -9,14 +9,15 @@ import torch
 
 from zoo.cost.operators import Work
 from zoo.profiling.formulas.attention import ATTENTION, HIGHER_ORDER
-from zoo.profiling.formulas.call import Call, Formula, tensors
+from zoo.profiling.formulas.call import Call, Formula, nbytes, tensors
+from zoo.profiling.formulas.linear_algebra import LINEAR_ALGEBRA
 from zoo.profiling.formulas.others import MOVES, OTHERS, pointwise, reduction
 from zoo.profiling.formulas.products import PRODUCTS
 from zoo.profiling.formulas.zoo_operators import OWN, OWN_MOVES
 
 __all__ = ["Kind", "bytes_of", "kind_of", "register_formula"]
 
-_TORCH: dict[str, Formula] = {**OTHERS, **PRODUCTS, **ATTENTION}
+_TORCH: dict[str, Formula] = {**OTHERS, **PRODUCTS, **LINEAR_ALGEBRA, **ATTENTION}
 _registered: dict[str, Formula] = {}
 _known: dict[Any, Kind | Formula] = {}
 _COMMUNICATES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
@@ -117,7 +118,6 @@ def _higher_order(op: Any) -> Kind | Formula:
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
-_STRIDED = torch.strided
 _LOOKS_UP = {
     "aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::take", "aten::_embedding_bag",
     "aten::masked_select", "aten::_unsafe_index",
@@ -136,8 +136,8 @@ def bytes_of(work: Work, call: Call) -> tuple[int, int]:
         return work.read_bytes, work.written_bytes
     if call.name in _MAKES:
         return 0, 0
-    written = sum([_size(t) for t in call.outputs]) or sum([_size(t) for t in _changed(call)])
-    inputs = [_size(t) for t in call.inputs]
+    written = sum([nbytes(t) for t in call.outputs]) or sum([nbytes(t) for t in _changed(call)])
+    inputs = [nbytes(t) for t in call.inputs]
     if call.name in _LOOKS_UP:
         inputs[0] = min(inputs[0], written)
     return sum(inputs), written
@@ -146,7 +146,3 @@ def bytes_of(work: Work, call: Call) -> tuple[int, int]:
 def _changed(call: Call) -> list[torch.Tensor]:
     """What an operator without a result writes to: its first argument."""
     return list(tensors(call.given[:1]))
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return int(tensor.numel()) * tensor.element_size() if tensor.layout is _STRIDED else 0
