@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 from benchmarks.launch import answer
@@ -75,6 +76,14 @@ def llama(spec: dict[str, Any]) -> Any:
     return Model()
 
 
+def tokens_of(spec: dict[str, Any], step: int, rank: int) -> Any:
+    """(BATCH, length) of a rank in a step."""
+    import torch
+
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    return torch.randint(spec["words"], (BATCH, spec["length"]), generator=generator)
+
+
 def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     """Median CPU and wall seconds of steps after the first two, the first step, losses."""
     import torch
@@ -84,6 +93,7 @@ def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     model = {"gpt": gpt, "llama": llama}[spec["model"]](spec)
     model.to(torch.bfloat16 if spec["bf16"] else torch.float32)
     contender = spec["contender"]
+    lower = partial(torch.autocast, "cpu", torch.bfloat16, enabled=spec.get("autocast", False))
     adamw: dict[str, Any] = {"lr": 1e-3, "fused": True}
     if contender.startswith("fsdp2"):
         from torch.distributed.device_mesh import init_device_mesh
@@ -98,29 +108,33 @@ def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
             for block in model.blocks:
                 block.compile()
     else:
-        from zoo.zero import ZeroOptimizer
+        from zoo.zero import Precision, ZeroOptimizer
 
+        if contender.endswith("_fused"):
+            from zoo.compile import use_dtypes
+
+            with lower():
+                adamw["precision"] = Precision(gather=use_dtypes(model, tokens_of(spec, 0, rank)))
         optimizer = ZeroOptimizer(model, stage=3, optimizer=torch.optim.AdamW, **adamw)
         if contender == "zoo_blocks":
             optimizer.sharded.runtime.compiled.compile_units()
-        if contender == "zoo_whole":
+        if contender.startswith("zoo_whole"):
             from zoo.compile import compile_whole
 
             whole = compile_whole(optimizer.sharded)
     cpu, wall, losses = [], [], []
     for step in range(spec["steps"] + 2):
-        tokens = torch.randint(
-            spec["words"], (BATCH, spec["length"]), generator=torch.Generator().manual_seed(2 * step + rank)
-        )
+        tokens = tokens_of(spec, step, rank)
         begun, at = time.process_time(), time.perf_counter()
-        loss = model(tokens)
+        with lower():
+            loss = model(tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
         cpu.append(time.process_time() - begun)
         wall.append(time.perf_counter() - at)
-    if contender == "zoo_whole" and whole.reasons:
+    if contender.startswith("zoo_whole") and whole.reasons:
         raise RuntimeError(f"no whole graph: {whole.reasons}")
     return {
         "cpu_s": statistics.median(cpu[2:]),
