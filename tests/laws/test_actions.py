@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from zoo import sim
 from zoo.plan import Actions, Collective, Kind
-from zoo.shard.runtime.planning import plan_of
 from zoo.zero import Precision, ZeroOptimizer
 
 from .cases import Case, accumulate, cases, groups_of, loss_of, make_model, num_micro, optimizer_of
@@ -168,32 +167,3 @@ def test_the_example_of_the_page() -> None:
         return shown.getvalue()
 
     assert sim.run(2, fn, transport="native") == [printed.split("```")[0]] * 2
-
-
-@given(case=cases(max_world=4), nested=st.booleans(), seed=st.integers(0, 50))
-@example(case=Case(shared_block=True, tied=True, keep=100), nested=True, seed=1)
-@example(case=Case(num_blocks=3, bucket_size=10**6), nested=False, seed=2)
-def test_the_plan_is_what_is_recorded(case: Case, nested: bool, seed: int) -> None:
-    """What is gathered and released in a forward and its backward, nested units included."""
-    case = replace(case, world=max(case.world, 2), accumulation="one", recompute="none")
-
-    def fn(rank: int) -> None:
-        model = make_model(case)
-        units = [type(model.blocks[0]), torch.nn.Linear, torch.nn.Embedding] if nested else None
-        optimizer = ZeroOptimizer(
-            model, stage=3, optimizer=torch.optim.SGD, lr=0.1, reduce_bucket_size=case.bucket_size, units=units,
-            param_persistence_threshold=case.threshold, prefetch_bucket_size=case.prefetch,
-            max_live_parameters=case.keep, overlap_comm=case.overlap,
-        )  # fmt: skip
-        for step in range(3):
-            with optimizer.sharded.record() as actions:
-                accumulate(model, optimizer, case, rank, step)
-            planned = plan_of(optimizer.runtime).actions
-            if step:  # from the second pass on in a known order
-                moves = actions.of_kind(Kind.UNSHARD, Kind.PREFETCH, Kind.RESHARD)
-                assert [(a.kind, a.bucket) for a in moves] == [(a.kind, a.bucket) for a in planned]
-                assert max(moves.whole_bytes(), default=0) == max(planned.whole_bytes(), default=0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    sim.run(case.world, fn, seed=seed)

@@ -16,6 +16,7 @@ from zoo.zero.update.step import Stepping
 
 if TYPE_CHECKING:
     from zoo.cost import Forecast
+    from zoo.plan import Actions
     from zoo.shard.buckets import Bucket
     from zoo.shard.runtime.planning import Drive
     from zoo.zero.update.alike import Alike
@@ -180,6 +181,24 @@ class Inspection(Stepping):
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes that this rank has read from and written to NVMe since construction."""
         return self.sharded.scratch.traffic() if self.sharded.scratch is not None else (0, 0)
+
+    def plan(
+        self, drives: Sequence[Drive] | None = None, *, max_bytes: int | None = None, reduces: Sequence[bool] = (True,)
+    ) -> Actions:  # fmt: skip
+        """What the next step will do, from its first forward to the end of its update: what ``sharded.record()`` would
+        list, action by action.
+
+        So it is where its passes are like the latest one, nothing is recomputed in backward, and each forward's
+        backward comes before the next forward. Before the first pass units are taken in turn.
+
+        Args:
+            drives: of a step in a window, what its schedule does; ``max_bytes``: of the window.
+            reduces: otherwise for each micro-batch whether its backward reduces (others are within ``no_sync()``).
+        """
+        from zoo.shard.runtime.planning import plan_step
+
+        self.check_open()
+        return plan_step(self.runtime, drives, max_bytes, reduces=reduces).actions
 
     def forecast(
         self, drives: Sequence[Drive] | None = None, *, max_bytes: int | None = None, micro_batches: int = 1,

@@ -65,7 +65,7 @@ class Backward:
         recovery: Recovery | None = None, divergent: bool = False,
     ) -> None:  # fmt: skip
         self._contexts, self._residency, self._reductions = contexts, residency, reductions
-        self._buckets, self.comm, self._overlap, self._on_end = buckets, comm, overlap, on_end
+        self._buckets, self.comm, self.overlap, self._on_end = buckets, comm, overlap, on_end
         self._executor, self.recovery = executor, recovery
         self._partitioned = any(b.partitioned for b in buckets)
         self.walk = Walk(
@@ -130,7 +130,7 @@ class Backward:
             self._receive()
         several = len(self._contexts.open) > 1
         self._votes = several and self._partitioned and self.comm.size > 1 and not self._divergent
-        launches = self._overlap and self._syncs and self._graph_kept_in != self._contexts.updates
+        launches = self.overlap and self._syncs and self._graph_kept_in != self._contexts.updates
         self.walk.begin(accumulates=self._accumulates, launches=launches)
         self._retains = _keeps_graph()
         if self._syncs:
@@ -216,7 +216,7 @@ class Backward:
         self._driven, self._part = context, part
         self._accumulates, self._syncs, self._votes = part is not BackwardPart.INPUTS, syncs, False
         self._task_over = True
-        launches = self._overlap and syncs and self._graph_kept_in != self._contexts.updates
+        launches = self.overlap and syncs and self._graph_kept_in != self._contexts.updates
         self.walk.drive(context, part, launches=launches)
         self.running = True
         self._alive = _always if part is BackwardPart.WEIGHTS else _nothing

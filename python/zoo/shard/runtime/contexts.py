@@ -140,13 +140,13 @@ class Context:
 
 
 class Contexts:
-    """The contexts of one model."""
+    """The contexts of one model; the first one gets the number after ``latest``."""
 
-    def __init__(self) -> None:
+    def __init__(self, latest: int = 0) -> None:
         self.open: list[Context] = []  # of the hooks, the oldest first
         self.driven: list[Context] = []  # of a schedule
         self.updates = 0
-        self._serial = 0
+        self.latest = latest
         # Only for a rank that other ranks tell of one; what it is used for is the same whether it is there or not.
         self._known: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
 
@@ -158,8 +158,8 @@ class Contexts:
             if fits and unit.name and unit not in latest.roots and not any(not u.name for u in latest.roots):
                 latest.roots.add(unit)
                 return latest
-        self._serial += 1
-        made = Context(self._serial, self.updates)
+        self.latest += 1
+        made = Context(self.latest, self.updates)
         made.roots.add(unit)
         self.open.append(made)
         self._known[made.serial] = made
@@ -169,8 +169,8 @@ class Contexts:
 
     def drive(self, owner: str) -> Context:
         """A context that only :meth:`close` ends."""
-        self._serial += 1
-        made = Context(self._serial, self.updates, owner)
+        self.latest += 1
+        made = Context(self.latest, self.updates, owner)
         self.driven.append(made)
         return made
 

@@ -4,7 +4,6 @@ Forward, here: when a unit starts, its partitioned buckets are gathered and the 
 prefetched; when it ends they are released, up to a budget of bytes that stays for the backward soon to come
 (``residency.py``). With gradients enabled each call is written down in a *context* (``contexts.py``), which backward
 goes back through (``backward.py``).
-
 All of it is a constant number of Python operations a unit; nothing is done by parameter, and nothing is polled.
 """
 
@@ -91,13 +90,12 @@ class Runtime:
         self.demand = None if config.ignore_unused_parameters else Demand(self.buckets)
         self._context: Context | None = None
         self._driven: Context | None = None  # takes what runs until the schedule says otherwise
-        self._depth = 0
+        self._depth = self._pass = 0  # of running units; the number of the pass
         self._pass_grad = self._trained = False
         self._events: list[Unit | bool] = []  # of this pass: units that start; for each that ends, whether it is a call
         self.latest_calls: list[Unit | bool] = []  # of the latest training pass
         self.window_calls: dict[Hashable, list[Unit | bool]] = {}  # of each micro-batch of the latest window
         self._running: list[Unit] = []
-        self._pass = 0  # its number
         self.window: object | None = None
         self._model = units[0].module
         self._hooks: list[Any] = self.demand.hooks if self.demand is not None else []
@@ -107,9 +105,8 @@ class Runtime:
         self.hooked: dict[str, Unit] = {}
         self.cast_inputs: Callable[..., Any] | None = None
         if precision.inputs is not None:
-            cast = own_hook(cast_inputs(precision.inputs))
-            self._hooks.append(self._model.register_forward_pre_hook(cast, with_kwargs=True))
-            self.cast_inputs = cast
+            self.cast_inputs = own_hook(cast_inputs(precision.inputs))
+            self._hooks.append(self._model.register_forward_pre_hook(self.cast_inputs, with_kwargs=True))
         self._install(units)
         self.compiled = Compiled(self._model, self._hooks, self.units, self.buckets)
 
@@ -182,8 +179,8 @@ class Runtime:
             if self._context is None:
                 self._context = self.contexts.begin(unit)
             self._context.use(unit.recorded)
+        self._events.append(unit)
         if unit.partitioned:
-            self._events.append(unit)
             self.residency.enter(unit.partitioned)
 
     def _enter_compiled(self, unit: Unit, module: nn.Module, args: Any) -> None:
@@ -208,8 +205,8 @@ class Runtime:
         self._pass += 1
         self._pass_grad = torch.is_grad_enabled()
         self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None
+        self._events, self._trained = [], module.training and self._pass_grad
         if self._has_partitioned:
-            self._events, self._trained = [], module.training and self._pass_grad
             self.residency.orders.begin((module.training, self._pass_grad))
 
     def _exit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -241,8 +238,8 @@ class Runtime:
 
     def _leave(self, unit: Unit, *, called: bool) -> None:
         try:
+            self._events.append(called)
             if unit.partitioned:
-                self._events.append(called)
                 self.residency.exit(unit.partitioned, backward=self._trains and torch.is_grad_enabled())
         finally:
             self._running.pop()
@@ -285,7 +282,8 @@ class Runtime:
 
     def _tell(self, error: BaseException | None) -> None:
         """A forward fails on this rank: where it has gathered, other ranks may be in its next gathers."""
-        if error is not None and self.recovery is not None and self._events:
+        gathered = any(not isinstance(event, bool) and event.partitioned for event in self._events)
+        if error is not None and self.recovery is not None and gathered:
             self.recovery.failed(error)
 
     def _record(self, unit: Unit, context: Context, output: Any) -> None:
@@ -308,14 +306,13 @@ class Runtime:
             self.contexts.expire([context])  # no output needs a gradient: nobody comes back
         if self._has_partitioned:
             self.residency.end()
-            if self._trained and self._events:
-                self.latest_calls = self._events
+        if self._trained:
+            self.latest_calls = self._events
 
     def _abandon_forward(self) -> None:
         if self._has_partitioned:
             self._tell(RuntimeError("a forward was interrupted"))
-        self._depth = 0
-        self._context = None
+        self._depth, self._context = 0, None
         self._running.clear()
         for unit in self.units:
             unit.depth = 0
@@ -471,8 +468,7 @@ class Runtime:
             self.reductions.abandon()
             self.settle_failure()
         finally:
-            self.backward.failed = False
-            self.backward.refused = self.backward.with_graph = 0
+            self.backward.failed, self.backward.refused, self.backward.with_graph = False, 0, 0
             self.unreduced = self.reduced = self.waiting = False
             for bucket in self.buckets:
                 if bucket.gradients is not None:
@@ -481,7 +477,7 @@ class Runtime:
 
     def note_calls(self, key: Hashable) -> None:
         """The forward that has just ended was that of micro-batch ``key`` of a window."""
-        if self._has_partitioned and self._trained:
+        if self._trained:
             self.window_calls[key] = self._events
 
     def updated(self) -> None:

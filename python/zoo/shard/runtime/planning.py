@@ -1,26 +1,27 @@
-"""The plan of a forward and its backward: what will be gathered and released, from recorded unit calls and a policy.
+"""What a forward and its backward, or a step, will do: the list of actions, from recorded unit calls and a policy.
 
-It is the runtime's own code (``residency.py``, ``walk.py``) on an executor that moves nothing and writes down what is
-asked of it. So there is one policy, and a plan is what a recording will be.
+It is the runtime's own code (``residency.py``, ``walk.py``, ``executor.py``, ``recording.py``) on buckets that are none
+(``stand_ins.py``). So there is one policy, and a plan is what a recording will be, action by action.
 
-The plan is that of a training pass that is predicted right: prefetching knows its order, and no unit is recomputed in
-backward. That of a window (``window.py``) comes from a schedule's list of :class:`Drive`.
+The plan is that of training passes that are predicted right: prefetching knows their order, no unit is recomputed in
+backward, each forward's backward comes before the next forward, and gradients travel whole. That of a window
+(``window.py``) comes from a schedule's list of :class:`Drive`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from zoo.plan import Action, Actions, Kind, Moment
+from zoo.plan import Actions
 from zoo.shard.buckets import Bucket
-from zoo.shard.parameters import Presence
 from zoo.shard.runtime.contexts import BackwardPart, Context, Contexts
 from zoo.shard.runtime.executor import Executor
-from zoo.shard.runtime.residency import Residency, ResidencyPolicy, WindowBudget
-from zoo.shard.runtime.walk import Walk, launches_nothing
+from zoo.shard.runtime.recording import Recorder
+from zoo.shard.runtime.residency import Residency, WindowBudget
+from zoo.shard.runtime.stand_ins import Moves, StandIn, StandInUnit
+from zoo.shard.runtime.walk import Reductions, Walk
 
 if TYPE_CHECKING:
     from zoo.shard.runtime.hooks import Runtime
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """A unit's forward starts, which uses these partitioned buckets."""
+    """A unit's forward starts, which uses these buckets."""
 
     name: str
     buckets: tuple[Bucket, ...]
@@ -46,10 +47,10 @@ Call = Enter | Exit
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One forward and its backward, or those of a window.
+    """One forward and its backward, those of a window, or a step.
 
     Attributes:
-        actions: unshards, prefetches and reshards, in order.
+        actions: what a recording will have, in order.
         gathers: the buckets that are gathered, and whether from what hpZ keeps of them.
         secondary: the buckets of which hpZ keeps a part for backward.
         reductions: how often gradients are reduced.
@@ -88,18 +89,18 @@ class Drive:
 
 
 def units_in_turn(units: Iterable[Any], modules: Sequence[str] = ()) -> list[Call]:
-    """Calls of all units that have partitioned buckets, or of those within ``modules``, one after the other."""
+    """Calls of all units that have buckets to gather or to reduce, or of those within ``modules``, in turn."""
     within = tuple(f"{name}." for name in modules)
     return [
         event for unit in units
-        if unit.partitioned and (not modules or f"{unit.name}.".startswith(within))
-        for event in (Enter(unit.name, unit.partitioned), Exit())
+        if unit.recorded and (not modules or f"{unit.name}.".startswith(within))
+        for event in (Enter(unit.name, unit.recorded), Exit())
     ]  # fmt: skip
 
 
 def calls_of(events: Iterable[Any]) -> list[Call]:
     """What the hooks have noted of a pass: units that start, and for each that ends, whether backward comes back."""
-    return [Exit(event) if isinstance(event, bool) else Enter(event.name, event.partitioned) for event in events]
+    return [Exit(event) if isinstance(event, bool) else Enter(event.name, event.recorded) for event in events]
 
 
 def plan_of(runtime: Runtime, drives: Sequence[Drive] | None = None, max_bytes: int | None = None) -> Plan:
@@ -107,42 +108,31 @@ def plan_of(runtime: Runtime, drives: Sequence[Drive] | None = None, max_bytes: 
 
     ``drives``: of a window instead, which takes at most ``max_bytes``.
     """
-    policy = runtime.residency.policy
+    planner = _Planner(runtime)
     if drives is None:
-        seen = runtime.latest_calls
-        return plan_pass(calls_of(seen) if seen else units_in_turn(runtime.units), policy)
-    calls = {}
-    for drive in drives:
-        if drive.verb == "forward" and drive.like not in calls:
-            latest = runtime.window_calls.get(drive.like)
-            calls[drive.like] = units_in_turn(runtime.units, drive.modules) if latest is None else calls_of(latest)
-    return plan_window(drives, calls, policy, max_bytes)
+        planner.passes([True])
+        return planner.plan()
+    planner.window(drives, max_bytes)
+    return planner.plan(reductions=_reductions(drives))
 
 
-def plan_pass(calls: Sequence[Call], policy: ResidencyPolicy) -> Plan:
-    """What happens to partitioned buckets in a forward of these calls and its backward.
-
-    Args:
-        calls: enters and exits as they come; they nest as the modules do.
-        policy: what is gathered ahead, and what stays gathered.
-    """
-    return _Planner(calls, policy).run(calls)
-
-
-def plan_window(
-    drives: Sequence[Drive], calls: Mapping[Hashable, Sequence[Call]], policy: ResidencyPolicy, window_bytes: int | None
-) -> Plan:
-    """What happens to partitioned buckets in a window with these drives, after one that was like it.
+def plan_step(
+    runtime: Runtime, drives: Sequence[Drive] | None = None, max_bytes: int | None = None, *,
+    reduces: Sequence[bool] = (True,),
+) -> Plan:  # fmt: skip
+    """What the next step does, from its first forward to the end of its update.
 
     Args:
-        calls: by ``like``: what a forward enters and exits.
-        policy: see :func:`plan_pass`. window_bytes: of the window, where it has a budget.
+        drives, max_bytes: see :func:`plan_of`. reduces: outside of a window, for each micro-batch whether its backward
+            reduces gradients.
     """
-    planner = _Planner([event for part in calls.values() for event in part], policy)
-    if window_bytes is not None:
-        planner.residency.use(WindowBudget(window_bytes, policy))
-    planner.window(drives, calls)  # prefetching knows its orders from this
-    return planner.window(drives, calls)
+    planner = _Planner(runtime)
+    if drives is None:
+        planner.passes(reduces)
+    else:
+        planner.window(drives, max_bytes)
+    planner.update()
+    return planner.plan()
 
 
 def _reductions(drives: Sequence[Drive]) -> int:
@@ -152,156 +142,180 @@ def _reductions(drives: Sequence[Drive]) -> int:
 
 
 class _Planner:
-    """Goes through passes as the hooks do, with buckets and an executor that are none.
+    """Goes through passes as the hooks do, with stand-ins for buckets; what is recorded of them is the plan."""
 
-    Attributes:
-        residency: of those.
-    """
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._moves = runtime, Moves()
+        self._of: dict[Bucket, Any] = {bucket: StandIn(bucket, self._moves) for bucket in runtime.buckets}
+        buckets: list[Any] = list(self._of.values())
+        self._trainable = [bucket for bucket in buckets if bucket.gradients is not None]
+        self._partitioned = any(bucket.partitioned for bucket in buckets)
+        self._executor = Executor()
+        self._residency = Residency(buckets, self._executor, runtime.residency.policy)
+        self._reductions = Reductions(buckets, self._executor, reduce_dtype=runtime.reductions.reduce_dtype)
+        if runtime.reductions.follower is not None:
+            self._reductions.follower = _UpdatesInBackward(self._publish)
+        self._contexts = Contexts(runtime.contexts.latest)
+        self._walk = Walk(
+            self._contexts, self._residency, self._executor, partitioned=self._partitioned,
+            launch=self._reductions.launch_ready,
+        )  # fmt: skip
+        self._running: list[Any] = []
+        self._restart()
 
-    def __init__(self, calls: Sequence[Call], policy: ResidencyPolicy) -> None:
-        buckets = dict.fromkeys(b for event in calls if isinstance(event, Enter) for b in event.buckets)
-        self._planned: dict[Bucket, Any] = {bucket: _PlannedBucket(bucket) for bucket in buckets}
-        self._executor = _NullExecutor()
-        self.residency = Residency(list(self._planned.values()), self._executor, policy)
-
-    def run(self, calls: Sequence[Call]) -> Plan:
-        """One forward and its backward."""
-        residency, mode = self.residency, "training"
-        residency.orders.begin(mode)
-        for event in calls:  # prefetching knows the order from an earlier pass
-            for bucket in event.buckets if isinstance(event, Enter) else ():
-                residency.orders.advance(self._planned[bucket])
-        residency.orders.end()
-        context, walk = self._forward(calls, mode, Context(0, 0)), self._walk(Contexts())
-        self._executor.now = (Moment.BACKWARD, "")
-        walk.begin(accumulates=True, launches=False)
-        walk.go_to(context)
-        walk.leave()
-        residency.settle(driven=False)
-        return self._executor.plan()
-
-    def window(self, drives: Sequence[Drive], calls: Mapping[Hashable, Sequence[Call]]) -> Plan:
-        """All that a schedule does, from the beginning of the window to its end."""
-        self._executor.restart()
-        contexts = Contexts()
-        walk = self._walk(contexts)
-        running: dict[Hashable, Context] = {}
-        for drive in drives:
-            if drive.verb == "forward":
-                running[drive.key] = self._forward(calls[drive.like], "training", contexts.drive(f"{drive.key}"))
-                continue
-            self._executor.now = (Moment.BACKWARD, "")
-            part = BackwardPart(drive.verb)
-            walk.drive(running[drive.key], part, launches=False)
-            walk.arrive()
-            self.residency.settle(driven=True)
-            if part is not BackwardPart.INPUTS:
-                contexts.close(running.pop(drive.key))
-        self.residency.clear()
-        return self._executor.plan(reductions=_reductions(drives))
-
-    def _walk(self, contexts: Contexts) -> Walk:
-        return Walk(contexts, self.residency, self._executor, partitioned=True, launch=launches_nothing)
-
-    def _forward(self, calls: Sequence[Call], mode: str, context: Context) -> Context:
-        residency, executor = self.residency, self._executor
-        running: list[Any] = []
-        residency.orders.begin(mode)
-        for event in calls:
-            if isinstance(event, Enter):
-                buckets = tuple(self._planned[b] for b in event.buckets)
-                unit: Any = SimpleNamespace(name=event.name, partitioned=buckets, gradients=())
-                running.append(unit)
-                executor.now = (Moment.FORWARD, unit.name)
-                context.use(unit.partitioned)
-                residency.enter(unit.partitioned)
-                continue
-            unit = running[-1]
-            if event.called:
-                context.calls.append(unit)
-            residency.exit(unit.partitioned, backward=True)
-            running.pop()
-            executor.now = (Moment.FORWARD, running[-1].name if running else "")
-        residency.end()
-        return context
-
-
-class _PlannedBucket:
-    """What residency and walks keep of a bucket, and of its parameters."""
-
-    partitioned, gradients = True, None
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self.index, self.spec, self.num_bytes, self.memory = bucket.index, bucket.spec, bucket.num_bytes, bucket.memory
-        self.mean_bytes = bucket.mean_bytes
-        self.leases, self.active, self.context_serial = 0, 0, -1
-        self.parameters = self
-        self.presence = Presence.SHARDED
-        self.secondary: bool | None = None
-
-    @property
-    def live(self) -> bool:
-        """As of a bucket's parameters."""
-        return self.presence is not Presence.SHARDED
-
-    def is_saved(self) -> bool:
-        """As of a bucket's parameters: as it was in the latest backward."""
-        return self.bucket.parameters.saved
-
-
-class _NullExecutor(Executor):
-    """Moves nothing: what is gathered is here at once, and everything is written down.
-
-    Attributes:
-        now: when it is, and which unit runs.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = (Moment.FORWARD, "")
-        self.restart()
-
-    def restart(self) -> None:
-        """Nothing has been written down yet."""
-        self._actions = Actions()
-        self._gathers: list[tuple[Bucket, bool]] = []
-        self._secondary: set[Bucket] = set()
+    def _restart(self) -> None:
+        """Nothing has happened, and nothing has been written down."""
+        recorder = Recorder(self._where)
+        self._executor.watchers, self._actions = (recorder,), recorder.actions
+        self._moves.gathers.clear()
+        self._moves.secondary.clear()
+        self._context: Context | None = None
+        self._ends = self._unreduced = self._waiting = False
 
     def plan(self, *, reductions: int = 1) -> Plan:
         """What has been."""
         return Plan(
-            actions=self._actions, gathers=tuple(self._gathers), secondary=frozenset(self._secondary),
+            actions=self._actions, gathers=tuple(self._moves.gathers), secondary=frozenset(self._moves.secondary),
             reductions=reductions,
         )  # fmt: skip
 
-    def unshard(self, bucket: Any, *, exact: bool = False, ahead: bool = False) -> None:
-        """See :class:`Executor`."""
-        if bucket.presence is Presence.SHARDED:
-            bucket.presence = Presence.HIDDEN
-            self._gathers.append((bucket.bucket, bucket.secondary is not None))
-            self._note(Kind.PREFETCH if ahead else Kind.UNSHARD, bucket.bucket)
+    def _where(self) -> tuple[str, str, str]:
+        """See :meth:`Runtime.where`."""
+        if (at := self._walk.place) is not None:
+            return "backward", at[0].name, at[1] or "(model)"
+        if self._running:
+            context = self._context.name if self._context is not None else ""
+            return "forward", context, self._running[-1].name or "(model)"
+        return "backward" if self._ends else "outside", "", ""
 
-    def wait(self, bucket: Any, *, exact: bool = False) -> None:
-        """See :class:`Executor`."""
-        self.unshard(bucket)
+    # What a script or a schedule does --------------------------------------------------------------------------------
 
-    def hide(self, bucket: Any) -> None:
-        """Nobody sees it anyway."""
+    def passes(self, reduces: Sequence[bool]) -> None:
+        """Forwards like the latest one, each with its backward."""
+        seen = self._runtime.latest_calls
+        calls = calls_of(seen) if seen else units_in_turn(self._runtime.units)
+        orders = self._residency.orders
+        orders.begin("training")
+        for event in calls:  # prefetching knows the order from an earlier pass
+            for bucket in event.buckets if isinstance(event, Enter) else ():
+                if bucket.partitioned:
+                    orders.advance(self._of[bucket])
+        orders.end()
+        for each in reduces:
+            whole: Any = StandInUnit("", ())
+            context = self._contexts.begin(whole)
+            self._forward(calls, context)
+            self._backward(context, reduces=each)
 
-    def reshard(self, bucket: Any, *, again: bool = False) -> None:
-        """See :class:`Executor`."""
-        if bucket.presence is not Presence.SHARDED:
-            bucket.presence = Presence.SHARDED
-            self._note(Kind.RESHARD, bucket.bucket)
-            if again and bucket.bucket.secondary_bytes():
-                bucket.secondary = True
-                self._secondary.add(bucket.bucket)
+    def window(self, drives: Sequence[Drive], max_bytes: int | None) -> None:
+        """All that a schedule does, from the beginning of a window to its end, after one that was like it."""
+        runtime, calls = self._runtime, dict[Hashable, Sequence[Call]]()
+        for drive in drives:
+            if drive.verb == "forward" and drive.like not in calls:
+                latest = runtime.window_calls.get(drive.like)
+                turn = units_in_turn(runtime.units, drive.modules)
+                calls[drive.like] = turn if latest is None else calls_of(latest)
+        outside = self._residency.policy
+        if max_bytes is not None:
+            self._residency.use(WindowBudget(max_bytes, outside))
+        for _ in range(2):  # prefetching knows its orders from the first time
+            self._restart()
+            self._driven(drives, calls)
+            self._residency.clear()
+        self._residency.use(outside)
 
-    def _note(self, kind: Kind, bucket: Bucket) -> None:
-        moment, unit = self.now
-        self._actions.append(
-            Action(
-                kind=kind, bucket=bucket.index, label=bucket.label, num_bytes=bucket.num_bytes, moment=moment, unit=unit
-            )
-        )
+    def update(self) -> None:
+        """The step after them."""
+        if self._unreduced:
+            self._reductions.finish()
+        if self._waiting:
+            self._reductions.finish_tied()
+        if self._reductions.follower is None:
+            self._publish()
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        self._executor.publish_all(self._trainable)()
+        self._residency.clear()
+
+    def _driven(self, drives: Sequence[Drive], calls: Mapping[Hashable, Sequence[Call]]) -> None:
+        running: dict[Hashable, Context] = {}
+        for drive in drives:
+            if drive.verb == "forward":
+                context = running[drive.key] = self._contexts.drive(f"micro-batch {drive.key!r}")
+                self._forward(calls[drive.like], context)
+                continue
+            part, context = BackwardPart(drive.verb), running[drive.key]
+            if drive.reduce:
+                self._reductions.begin()
+            self._walk.drive(context, part, launches=drive.reduce and self._runtime.backward.overlap)
+            if part is BackwardPart.WEIGHTS:
+                for bucket in sorted(self._walk.used, key=lambda bucket: bucket.index):
+                    if bucket.gradients is not None:
+                        bucket.gradients.expect()
+            self._walk.arrive()
+            self._walk.at = None
+            accumulates = part is not BackwardPart.INPUTS
+            self._end(accumulates=accumulates, reduces=drive.reduce, driven=True)
+            if accumulates:
+                self._contexts.close(running.pop(drive.key))
+
+    def _backward(self, context: Context, *, reduces: bool) -> None:
+        walk = self._walk
+        walk.begin(accumulates=True, launches=reduces and self._runtime.backward.overlap)
+        if reduces:
+            self._reductions.begin()
+        walk.go_to(context)
+        walk.leave()
+        self._contexts.expire(walk.visited)
+        self._end(accumulates=True, reduces=reduces, driven=False)
+
+    def _end(self, *, accumulates: bool, reduces: bool, driven: bool) -> None:
+        """Of a backward; the hooks release first where a schedule drives, and last where nobody does."""
+        self._ends = accumulates
+        if driven:
+            self._residency.settle(driven=True)
+        if accumulates:
+            self._unreduced, self._waiting = not reduces, self._reductions.waits
+        if reduces:
+            self._reductions.finish()
+        if not driven and self._partitioned:
+            self._residency.settle(driven=False)
+        self._ends = False
+
+    def _forward(self, calls: Sequence[Call], context: Context) -> None:
+        residency, running, self._context = self._residency, self._running, context
+        residency.orders.begin("training")
+        for event in calls:
+            if isinstance(event, Enter):
+                unit: Any = StandInUnit(event.name, tuple(self._of[bucket] for bucket in event.buckets))
+                running.append(unit)
+                context.use(unit.recorded)
+                if unit.partitioned:
+                    residency.enter(unit.partitioned)
+                continue
+            unit = running[-1]
+            if event.called:
+                context.calls.append(unit)
+            if unit.partitioned:
+                residency.exit(unit.partitioned, backward=bool(self._trainable))
+            running.pop()
+        residency.end()
+
+
+class _UpdatesInBackward:
+    """Follows planned reductions where updates are made in backward: see :class:`~zoo.shard.runtime.walk.Follower`."""
+
+    def __init__(self, publish: Callable[[], None]) -> None:
+        self._publish = publish
+
+    def reduced(self, bucket: Bucket) -> None:
+        """An update of a bucket is no action."""
+
+    def finish(self) -> None:
+        """All of it is updated."""
+        self._publish()
+
+    def abandon(self) -> None:
+        """Nothing fails."""

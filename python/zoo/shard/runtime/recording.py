@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def recording(runtime: Runtime) -> Iterator[Actions]:
     """All that happens inside, in the order in which it begins. Recordings may nest."""
-    executor, recorder = runtime.executor, _Recorder(runtime)
+    executor, recorder = runtime.executor, Recorder(runtime.where)
     executor.watchers += (recorder,)
     try:
         yield recorder.actions
@@ -28,12 +28,16 @@ def recording(runtime: Runtime) -> Iterator[Actions]:
         executor.watchers = tuple(w for w in executor.watchers if w is not recorder)
 
 
-class _Recorder:
-    """See :class:`~zoo.shard.runtime.executor.Watcher`."""
+class Recorder:
+    """Writes actions down; see :class:`~zoo.shard.runtime.executor.Watcher`.
 
-    def __init__(self, runtime: Runtime) -> None:
+    Args:
+        where: what runs now, see :meth:`Runtime.where`.
+    """
+
+    def __init__(self, where: Callable[[], tuple[str, str, str]]) -> None:
         self.actions = Actions()
-        self._runtime = runtime
+        self._where = where
 
     def unshards(self, bucket: Bucket, *, exact: bool, ahead: bool) -> None:
         """A gather, from all ranks or from what hpZ keeps."""
@@ -80,7 +84,7 @@ class _Recorder:
     def _note(
         self, kind: Kind, bucket: Bucket | None, *, of: Kind | None = None, collectives: tuple[Collective, ...] = ()
     ) -> None:
-        moment, context, unit = self._runtime.where()
+        moment, context, unit = self._where()
         self.actions.append(
             Action(
                 kind=kind, of=of, moment=Moment(moment), context=context, unit=unit, collectives=collectives,

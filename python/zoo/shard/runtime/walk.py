@@ -244,10 +244,6 @@ class Walk:
         return context, context.calls[context.cursor].name if context.cursor < len(context.calls) else ""
 
 
-def launches_nothing(is_over: Callable[[Bucket], bool]) -> None:
-    """Of a walk that reduces nothing."""
-
-
 # Reductions ----------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +273,7 @@ class Reductions:
         begins: called when a backward that reduces has started.
         follower: is told of each gradient that is reduced.
         waits: there are buckets that a backward does not reduce.
+        reduce_dtype: see there.
     """
 
     def __init__(
@@ -294,7 +291,7 @@ class Reductions:
         self._next = 0
         self._begun = False
         self._in_flight: deque[tuple[BucketGradients, Callable[[], None]]] = deque()
-        self._reduce_dtype, self._num_in_flight = reduce_dtype, num_in_flight
+        self.reduce_dtype, self._num_in_flight = reduce_dtype, num_in_flight
 
     def begin(self) -> None:
         """A backward that reduces starts."""
@@ -314,7 +311,7 @@ class Reductions:
     def _launch(self, gradients: BucketGradients) -> None:
         alone = gradients.bucket.routes.axes.world.size == 1
         if alone and not self._in_flight:  # it is over at once
-            self._executor.reduce(gradients.bucket, self._reduce_dtype)()
+            self._executor.reduce(gradients.bucket, self.reduce_dtype)()
             if self.follower is not None:
                 self.follower.reduced(gradients.bucket)
             return
@@ -322,7 +319,7 @@ class Reductions:
             self._land()
         for older, _ in self._in_flight:
             older.advance()
-        self._in_flight.append((gradients, self._executor.reduce(gradients.bucket, self._reduce_dtype)))
+        self._in_flight.append((gradients, self._executor.reduce(gradients.bucket, self.reduce_dtype)))
         if alone:
             self._land()
 

@@ -1,0 +1,147 @@
+"""One list: what is planned of a step is what is recorded of it, action by action, and what the simulator sees.
+
+For stages and numbers of backwards, nested units and tied layers; for windows of schedules and pipelines; for tiers,
+experts and tensor-parallel layers, groups within nodes, and updates in backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tests.pipe.test_engine import batches, engine_of
+from tests.pipe.test_training import Case as Pipeline
+from tests.pipe.test_training import cases as pipelines
+from tests.shard.runtime import micro_batches
+from tests.zero.test_window_forecast import drives_of
+
+from zoo import sim
+from zoo.cost.events import Program, Start, simulate_events
+from zoo.plan import Actions, Collective, Kind
+from zoo.shard import Drive
+from zoo.zero import ZeroOptimizer
+
+from . import test_families as families
+from .cases import Case, accumulate, cases, make_model, num_micro
+from .test_actions import OPS
+
+
+def check(actions: Actions, planned: Actions) -> None:
+    for number, (did, said) in enumerate(zip(actions, planned, strict=False)):
+        assert did == said, f"action {number}: {did} / {said}"
+    assert len(actions) == len(planned)
+
+
+def started(program: Program) -> list[Collective]:
+    """What a rank begins under the simulator, groups of one rank left out."""
+    found = []
+    for item in program:
+        if isinstance(item, Start) and len(item.members) > 1:
+            op, size = OPS.get(item.op, item.op), len(item.members)
+            whole = round(item.num_bytes) * (size if op == "all_gather" else 1)
+            found.append(Collective(op=op, size=size, num_bytes=whole))
+    return found
+
+
+@given(case=cases(max_world=4), stage=st.integers(0, 3), nested=st.booleans(), seed=st.integers(0, 50))
+@example(case=Case(shared_block=True, tied=True, keep=100), stage=3, nested=True, seed=1)
+@example(case=Case(num_blocks=3, bucket_size=10**6), stage=3, nested=False, seed=2)
+@example(case=Case(num_blocks=1, bucket_size=10**6, prefetch=10**6, keep=0), stage=3, nested=False, seed=2)
+@example(case=Case(num_blocks=3, bucket_size=1, overlap=False), stage=1, nested=True, seed=2)
+def test_a_step_is_planned_recorded_and_simulated_alike(case: Case, stage: int, nested: bool, seed: int) -> None:
+    case = replace(case, world=max(case.world, 2), recompute="none", silent_ranks=(), clip_norm=0.0)
+    if case.accumulation == "forwards_first":  # its contexts are open at the same time, and ranks vote
+        case = replace(case, accumulation="backwards")
+    reduces = [case.accumulation != "no_sync" or micro == num_micro(case) - 1 for micro in range(num_micro(case))]
+    programs = sim.Programs()
+
+    def fn(rank: int) -> Actions:
+        model = make_model(case)
+        units = [type(model.blocks[0]), torch.nn.Linear, torch.nn.Embedding] if nested else None
+        optimizer = ZeroOptimizer(
+            model, stage=stage, optimizer=torch.optim.SGD, lr=0.1, reduce_bucket_size=case.bucket_size, units=units,
+            param_persistence_threshold=case.threshold, prefetch_bucket_size=case.prefetch,
+            max_live_parameters=case.keep, overlap_comm=case.overlap,
+        )  # fmt: skip
+        for step in range(3):
+            planned = optimizer.plan(reduces=reduces)
+            with optimizer.sharded.record() as actions:
+                accumulate(model, optimizer, case, rank, step)
+                optimizer.step()
+            if step:  # from the second pass on in a known order
+                check(actions, planned)
+            optimizer.zero_grad()
+        return planned
+
+    found = sim.run(case.world, fn, seed=seed, programs=programs, transport="native")
+    for planned, program in zip(found, programs.programs(), strict=True):
+        said = planned.collectives()
+        assert started(program)[-len(said) :] == said or not said
+    assert simulate_events(programs.programs(), lambda start: 1.0).makespan_s >= len(found[0].collectives()) / 2
+
+
+@given(micro_batches.cases())
+@example(micro_batches.Case(stage=3, max_bytes=500, prefetch=0, keep=0))
+@example(micro_batches.Case(stage=3, world=4, hpz=True, max_bytes=0, shared=True, nested=True, host=True))
+@example(micro_batches.Case(stage=3, max_bytes=None, each=(0, 1, 2), nested=True))
+def test_a_window_is_planned_as_it_is_recorded(case: micro_batches.Case) -> None:
+    case = dataclasses.replace(case, recompute=False, silent=())
+
+    def fn(rank: int) -> None:
+        model, optimizer = micro_batches.build(case)
+        for step in range(3):
+            planned = optimizer.plan(drives_of(case), max_bytes=case.max_bytes)
+            with optimizer.sharded.record() as actions:
+                micro_batches.drive(model, optimizer, case, rank, step)
+                optimizer.step()
+            if step:
+                check(actions, planned)
+            optimizer.zero_grad()
+
+    sim.run(case.world, fn, seed=case.seed)
+
+
+@given(case=families.cases(), early=st.booleans())
+@example(families.Case(options=(("zero_hpz_partition_size", 2), ("max_live_parameters", 0))), False)
+def test_experts_tiers_and_groups_are_planned_as_they_are_recorded(case: families.Case, early: bool) -> None:
+    case = replace(case, clip_norm=0.0)
+
+    def fn(rank: int) -> None:
+        model, optimizer, replica = families.build(case, rank, update_in_backward=early)
+        for step in range(3):
+            planned = optimizer.plan()
+            with optimizer.sharded.record() as actions:
+                model(families.tokens(case, replica, step)).square().mean().backward()
+                optimizer.step()
+            if step:
+                check(actions, planned)
+            optimizer.zero_grad()
+
+    sim.run(case.world, fn, seed=case.seed)
+
+
+@given(case=pipelines(), max_bytes=st.sampled_from([None, 0, 600, 10**6]), reduce=st.sampled_from(["once", "each"]))
+@example(Pipeline(schedule="zb_v", data=2, stage=3), 600, "once")
+@example(Pipeline(schedule="interleaved_1f1b", data=2, stage=3, pipe=2), 10**6, "each")
+@example(Pipeline(data=2, stage=2, tied=True), None, "each")
+def test_a_batch_of_a_pipeline_is_planned_as_it_is_recorded(
+    case: Pipeline, max_bytes: int | None, reduce: Any
+) -> None:  # fmt: skip
+    case = replace(case, max_bytes=max_bytes, reduce=reduce, checkpoint_every=0, clip=0.0)
+
+    def fn(rank: int) -> None:
+        engine = engine_of(case)
+        for step in range(3):
+            drives = [Drive(**given) for given in engine._runner.drives(engine.accumulation)]
+            planned = engine.optimizer.plan(drives, max_bytes=case.max_bytes)
+            with engine.sharded.record() as actions:
+                engine.train_batch(batches(case, engine, step))
+            if step:
+                check(actions, planned)
+        assert {a.kind for a in planned} >= ({Kind.REDUCE} if engine.optimizer.sharded.trainable else set())
+
+    sim.run(case.pipe * case.data, fn, seed=0)
