@@ -7,9 +7,11 @@ experts and tensor-parallel layers, groups within nodes, and updates in backward
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -20,9 +22,11 @@ from tests.shard.runtime import micro_batches
 from tests.zero.test_window_forecast import drives_of
 
 from zoo import sim
+from zoo.cost import program_of
 from zoo.cost.events import Program, Start, simulate_events
 from zoo.plan import Actions, Collective, Kind
-from zoo.shard import Drive
+from zoo.profiling import WorkCounter
+from zoo.shard import Drive, ShardedModel
 from zoo.zero import ZeroOptimizer
 
 from . import test_families as families
@@ -34,6 +38,28 @@ def check(actions: Actions, planned: Actions) -> None:
     for number, (did, said) in enumerate(zip(actions, planned, strict=False)):
         assert did == said, f"action {number}: {did} / {said}"
     assert len(actions) == len(planned)
+
+
+def follow(
+    sharded: ShardedModel, plan: Callable[[Actions | None], Actions], run: Callable[[int], None]
+) -> Actions:  # fmt: skip
+    """Three steps, of which the last two are planned: what goes between ranks in the second, computations too in the
+    third, which are those of the second. The plan of the third."""
+    like = None
+    for step in range(3):
+        planned = plan(like if step == 2 else None)
+        with WorkCounter() as work, sharded.record(work) as actions:
+            run(step)
+        if step == 2:
+            check(actions, planned)
+        elif step == 1:  # from the second pass on in a known order
+            check(without_work(actions), planned)
+        like = actions
+    return planned
+
+
+def without_work(actions: Actions) -> Actions:
+    return Actions(action for action in actions if action.kind is not Kind.COMPUTE)
 
 
 def started(program: Program) -> list[Collective]:
@@ -57,7 +83,7 @@ def test_a_step_is_planned_recorded_and_simulated_alike(case: Case, stage: int, 
     if case.accumulation == "forwards_first":  # its contexts are open at the same time, and ranks vote
         case = replace(case, accumulation="backwards")
     reduces = [case.accumulation != "no_sync" or micro == num_micro(case) - 1 for micro in range(num_micro(case))]
-    programs = sim.Programs()
+    ran = sim.Programs()
 
     def fn(rank: int) -> Actions:
         model = make_model(case)
@@ -67,21 +93,26 @@ def test_a_step_is_planned_recorded_and_simulated_alike(case: Case, stage: int, 
             param_persistence_threshold=case.threshold, prefetch_bucket_size=case.prefetch,
             max_live_parameters=case.keep, overlap_comm=case.overlap,
         )  # fmt: skip
-        for step in range(3):
-            planned = optimizer.plan(reduces=reduces)
-            with optimizer.sharded.record() as actions:
-                accumulate(model, optimizer, case, rank, step)
-                optimizer.step()
-            if step:  # from the second pass on in a known order
-                check(actions, planned)
-            optimizer.zero_grad()
-        return planned
 
-    found = sim.run(case.world, fn, seed=seed, programs=programs, transport="native")
-    for planned, program in zip(found, programs.programs(), strict=True):
+        def run(step: int) -> None:
+            accumulate(model, optimizer, case, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return follow(optimizer.sharded, lambda like: optimizer.plan(reduces=reduces, like=like), run)
+
+    found = sim.run(case.world, fn, seed=seed, programs=ran, transport="native")
+    everyone = tuple(range(case.world))
+    programs = [program_of(a, seconds=lambda c: float(c.flops), members=lambda _: everyone) for a in found]
+    for planned, program, seen in zip(found, programs, ran.programs(), strict=True):
         said = planned.collectives()
-        assert started(program)[-len(said) :] == said or not said
-    assert simulate_events(programs.programs(), lambda start: 1.0).makespan_s >= len(found[0].collectives()) / 2
+        assert started(program) == said
+        assert started(seen)[-len(said) :] == said or not said
+    time = simulate_events(programs, lambda start: 0.0)
+    for planned, computed in zip(found, time.computed, strict=True):
+        work = planned.of_kind(Kind.COMPUTE)
+        assert [end - start for start, end, _ in computed] == [c.flops for c in work]
+        assert sum(c.flops for c in work) == planned.flops > 0
 
 
 @given(micro_batches.cases())
@@ -93,14 +124,16 @@ def test_a_window_is_planned_as_it_is_recorded(case: micro_batches.Case) -> None
 
     def fn(rank: int) -> None:
         model, optimizer = micro_batches.build(case)
-        for step in range(3):
-            planned = optimizer.plan(drives_of(case), max_bytes=case.max_bytes)
-            with optimizer.sharded.record() as actions:
-                micro_batches.drive(model, optimizer, case, rank, step)
-                optimizer.step()
-            if step:
-                check(actions, planned)
+
+        def run(step: int) -> None:
+            micro_batches.drive(model, optimizer, case, rank, step)
+            optimizer.step()
             optimizer.zero_grad()
+
+        def plan(like: Actions | None) -> Actions:
+            return optimizer.plan(drives_of(case), max_bytes=case.max_bytes, like=like)
+
+        follow(optimizer.sharded, plan, run)
 
     sim.run(case.world, fn, seed=case.seed)
 
@@ -112,14 +145,13 @@ def test_experts_tiers_and_groups_are_planned_as_they_are_recorded(case: familie
 
     def fn(rank: int) -> None:
         model, optimizer, replica = families.build(case, rank, update_in_backward=early)
-        for step in range(3):
-            planned = optimizer.plan()
-            with optimizer.sharded.record() as actions:
-                model(families.tokens(case, replica, step)).square().mean().backward()
-                optimizer.step()
-            if step:
-                check(actions, planned)
+
+        def run(step: int) -> None:
+            model(families.tokens(case, replica, step)).square().mean().backward()
+            optimizer.step()
             optimizer.zero_grad()
+
+        follow(optimizer.sharded, lambda like: optimizer.plan(like=like), run)
 
     sim.run(case.world, fn, seed=case.seed)
 
@@ -135,13 +167,26 @@ def test_a_batch_of_a_pipeline_is_planned_as_it_is_recorded(
 
     def fn(rank: int) -> None:
         engine = engine_of(case)
-        for step in range(3):
+
+        def plan(like: Actions | None) -> Actions:
             drives = [Drive(**given) for given in engine._runner.drives(engine.accumulation)]
-            planned = engine.optimizer.plan(drives, max_bytes=case.max_bytes)
-            with engine.sharded.record() as actions:
-                engine.train_batch(batches(case, engine, step))
-            if step:
-                check(actions, planned)
-        assert {a.kind for a in planned} >= ({Kind.REDUCE} if engine.optimizer.sharded.trainable else set())
+            return engine.optimizer.plan(drives, max_bytes=case.max_bytes, like=like)
+
+        follow(engine.sharded, plan, lambda step: engine.train_batch(batches(case, engine, step)))
 
     sim.run(case.pipe * case.data, fn, seed=0)
+
+
+def test_a_recording_of_something_else_is_refused() -> None:
+    def fn(rank: int) -> None:
+        model = make_model(Case())
+        optimizer = ZeroOptimizer(model, stage=3, lr=0.1, param_persistence_threshold=0)
+        with WorkCounter() as work, optimizer.sharded.record(work) as actions:
+            accumulate(model, optimizer, Case(), rank, 0)
+            optimizer.step()
+        with pytest.raises(ValueError, match=r"the step goes on with .* and the recording with nothing: record"):
+            optimizer.plan(like=Actions(actions[:9]))
+        with pytest.raises(ValueError, match=r"the step is over, and the recording goes on with .*unshard"):
+            optimizer.plan(like=Actions([*optimizer.plan(), *actions]))
+
+    sim.run(2, fn)

@@ -43,6 +43,8 @@ from .memory import memory_of as memory_of
 from .operators import Work as Work
 from .products import pass_s as pass_s
 from .products import product_s as product_s
+from .programs import program_of as program_of
+from .programs import seconds_on as seconds_on
 from .reading import read_transformer as read_transformer
 from .reading import transformer_of as transformer_of
 from .software import EAGER as EAGER

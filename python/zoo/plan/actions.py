@@ -28,6 +28,8 @@ class Kind(enum.Enum):
     """Wait for one of the above (:attr:`Action.of`)."""
     VOTE = "vote"
     """Agree on the forward that is gone back through next. On no bucket."""
+    COMPUTE = "compute"
+    """What is computed until the next action, or until another unit computes. On no bucket."""
 
 
 STARTS = frozenset({Kind.UNSHARD, Kind.PREFETCH, Kind.REDUCE, Kind.PUBLISH, Kind.VOTE})
@@ -62,7 +64,8 @@ class Action:
     Attributes:
         bucket: its index; -1 where there is none.
         label: the units whose parameters the bucket holds.
-        num_bytes: of the whole bucket.
+        num_bytes: of the whole bucket; of a computation, read and written.
+        flops: of a computation, 2 · multiply-accumulates.
         of: what a wait waits for.
         moment, context, unit: in what it happens: a forward or backward, of which pass or micro-batch, at which unit's
             call. Empty where there is none; the model itself is the unit "(model)".
@@ -74,6 +77,7 @@ class Action:
     bucket: int = -1
     label: str = ""
     num_bytes: int = 0
+    flops: int = 0
     of: Kind | None = None
     moment: Moment = Moment.OUTSIDE
     context: str = ""
@@ -89,7 +93,10 @@ class Action:
         """What a table shows: when, for whom, what, on what, which collectives."""
         when = f"{self.moment.value} of {self.context}" if self.context else self.moment.value
         on = f"{self.bucket}: {self.label}" if self.bucket >= 0 else ""
-        return (when, self.unit, self.verb, on, ", ".join(map(str, self.collectives)))
+        starts = ", ".join(map(str, self.collectives))
+        if self.kind is Kind.COMPUTE:
+            starts = f"{self.flops:,} FLOPs, {self.num_bytes:,} bytes"
+        return (when, self.unit, self.verb, on, starts)
 
     def __str__(self) -> str:
         return "  ".join(cell for cell in self.cells() if cell)
@@ -109,6 +116,11 @@ class Actions(list[Action]):
     def collectives(self) -> list[Collective]:
         """What they start, in order, groups of one rank left out."""
         return [collective for action in self for collective in action.collectives if collective.size > 1]
+
+    @property
+    def flops(self) -> int:
+        """Of all computations."""
+        return sum(action.flops for action in self)
 
     def whole_bytes(self) -> list[int]:
         """After each action: bytes of the buckets that are gathered or on their way, of those that the list gathers."""

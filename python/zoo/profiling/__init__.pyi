@@ -8,3 +8,4 @@ from .profile import Operator as Operator
 from .profile import Profile as Profile
 from .profile import Utilisation as Utilisation
 from .profiler import FlopsProfiler as FlopsProfiler
+from .work import WorkCounter as WorkCounter

@@ -381,15 +381,15 @@ class ShardedModel:
             # What is whole on some ranks only is released: all take part in the gathers that follow, or none does.
             self.runtime.residency.clear()
 
-    def record(self) -> contextlib.AbstractContextManager[Actions]:
+    def record(self, work: Callable[..., Any] | None = None) -> contextlib.AbstractContextManager[Actions]:
         """``with sharded.record() as actions:`` lists what happens inside; ``print(actions)`` shows it.
 
-        It costs nothing but while it is on. The list is the same on every rank; see :mod:`zoo.plan`.
+        The list is the same on every rank. With ``work`` (:class:`zoo.profiling.WorkCounter`) it has computations too.
         """
         from zoo.shard.runtime.recording import recording
 
         self.refuse_closed()
-        return recording(self.runtime)
+        return recording(self.runtime, work)
 
     def table(self) -> str:
         """One line a bucket: what it is, what of it is here now, and where it lives when it is not."""

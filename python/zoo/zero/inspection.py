@@ -183,7 +183,8 @@ class Inspection(Stepping):
         return self.sharded.scratch.traffic() if self.sharded.scratch is not None else (0, 0)
 
     def plan(
-        self, drives: Sequence[Drive] | None = None, *, max_bytes: int | None = None, reduces: Sequence[bool] = (True,)
+        self, drives: Sequence[Drive] | None = None, *, max_bytes: int | None = None,
+        reduces: Sequence[bool] = (True,), like: Actions | None = None,
     ) -> Actions:  # fmt: skip
         """What the next step will do, from its first forward to the end of its update: what ``sharded.record()`` would
         list, action by action.
@@ -194,11 +195,15 @@ class Inspection(Stepping):
         Args:
             drives: of a step in a window, what its schedule does; ``max_bytes``: of the window.
             reduces: otherwise for each micro-batch whether its backward reduces (others are within ``no_sync()``).
+            like: a recording of an earlier step with its computations: they are in the plan too, with FLOPs and bytes.
+
+        Raises:
+            ValueError: ``like`` is the recording of another step.
         """
         from zoo.shard.runtime.planning import plan_step
 
         self.check_open()
-        return plan_step(self.runtime, drives, max_bytes, reduces=reduces).actions
+        return plan_step(self.runtime, drives, max_bytes, reduces=reduces, like=like).actions
 
     def forecast(
         self, drives: Sequence[Drive] | None = None, *, max_bytes: int | None = None, micro_batches: int = 1,

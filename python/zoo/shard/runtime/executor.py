@@ -29,6 +29,9 @@ _SHARDED, _UNSHARDING, _HIDDEN = Presence.SHARDED, Presence.UNSHARDING, Presence
 class Watcher(Protocol):
     """Is told of each action, on this rank, before it begins unless said otherwise."""
 
+    def moves(self) -> None:
+        """Another unit computes from now on."""
+
     def unshards(self, bucket: Bucket, *, exact: bool, ahead: bool) -> None:
         """A gather; ``ahead``: nobody needs it yet."""
 
@@ -60,6 +63,11 @@ class Executor:
 
     def __init__(self) -> None:
         self.watchers: tuple[Watcher, ...] = ()
+
+    def moved(self) -> None:
+        """Another unit computes from now on."""
+        for watcher in self.watchers:
+            watcher.moves()
 
     # Parameters ------------------------------------------------------------------------------------------------------
 

@@ -179,6 +179,8 @@ class Runtime:
             if self._context is None:
                 self._context = self.contexts.begin(unit)
             self._context.use(unit.recorded)
+        if self.executor.watchers:
+            self.executor.moved()
         self._events.append(unit)
         if unit.partitioned:
             self.residency.enter(unit.partitioned)
@@ -243,6 +245,8 @@ class Runtime:
                 self.residency.exit(unit.partitioned, backward=self._trains and torch.is_grad_enabled())
         finally:
             self._running.pop()
+            if self.executor.watchers:
+                self.executor.moved()
 
     # The same in a compiled graph of all of the model
 

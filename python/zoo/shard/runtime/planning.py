@@ -14,11 +14,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from zoo.plan import Actions
+from zoo.plan import Actions, Kind
 from zoo.shard.buckets import Bucket
 from zoo.shard.runtime.contexts import BackwardPart, Context, Contexts
 from zoo.shard.runtime.executor import Executor
-from zoo.shard.runtime.recording import Recorder
+from zoo.shard.runtime.recording import Recorder, Where
 from zoo.shard.runtime.residency import Residency, WindowBudget
 from zoo.shard.runtime.stand_ins import Moves, StandIn, StandInUnit
 from zoo.shard.runtime.walk import Reductions, Walk
@@ -118,20 +118,24 @@ def plan_of(runtime: Runtime, drives: Sequence[Drive] | None = None, max_bytes: 
 
 def plan_step(
     runtime: Runtime, drives: Sequence[Drive] | None = None, max_bytes: int | None = None, *,
-    reduces: Sequence[bool] = (True,),
+    reduces: Sequence[bool] = (True,), like: Actions | None = None,
 ) -> Plan:  # fmt: skip
     """What the next step does, from its first forward to the end of its update.
 
     Args:
         drives, max_bytes: see :func:`plan_of`. reduces: outside of a window, for each micro-batch whether its backward
-            reduces gradients.
+            reduces gradients. like: a recording of an earlier step that has computations: the plan has them too.
+
+    Raises:
+        ValueError: ``like`` is the recording of something else.
     """
-    planner = _Planner(runtime)
+    planner = _Planner(runtime, like)
     if drives is None:
         planner.passes(reduces)
     else:
         planner.window(drives, max_bytes)
     planner.update()
+    planner.close()
     return planner.plan()
 
 
@@ -144,8 +148,8 @@ def _reductions(drives: Sequence[Drive]) -> int:
 class _Planner:
     """Goes through passes as the hooks do, with stand-ins for buckets; what is recorded of them is the plan."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._moves = runtime, Moves()
+    def __init__(self, runtime: Runtime, like: Actions | None = None) -> None:
+        self._runtime, self._moves, self._like = runtime, Moves(), like
         self._of: dict[Bucket, Any] = {bucket: StandIn(bucket, self._moves) for bucket in runtime.buckets}
         buckets: list[Any] = list(self._of.values())
         self._trainable = [bucket for bucket in buckets if bucket.gradients is not None]
@@ -161,16 +165,16 @@ class _Planner:
             launch=self._reductions.launch_ready,
         )  # fmt: skip
         self._running: list[Any] = []
-        self._restart()
+        self._restart(like)
 
-    def _restart(self) -> None:
+    def _restart(self, like: Actions | None) -> None:
         """Nothing has happened, and nothing has been written down."""
-        recorder = Recorder(self._where)
-        self._executor.watchers, self._actions = (recorder,), recorder.actions
-        self._moves.gathers.clear()
-        self._moves.secondary.clear()
         self._context: Context | None = None
         self._ends = self._unreduced = self._waiting = False
+        recorder = Recorder(self._where) if like is None else Repeater(self._where, like)
+        self._recorder, self._actions, self._executor.watchers = recorder, recorder.actions, (recorder,)
+        self._moves.gathers.clear()
+        self._moves.secondary.clear()
 
     def plan(self, *, reductions: int = 1) -> Plan:
         """What has been."""
@@ -178,6 +182,12 @@ class _Planner:
             actions=self._actions, gathers=tuple(self._moves.gathers), secondary=frozenset(self._moves.secondary),
             reductions=reductions,
         )  # fmt: skip
+
+    def close(self) -> None:
+        """The step is over."""
+        self._recorder.moves()
+        if isinstance(self._recorder, Repeater):
+            self._recorder.check()
 
     def _where(self) -> tuple[str, str, str]:
         """See :meth:`Runtime.where`."""
@@ -218,8 +228,8 @@ class _Planner:
         outside = self._residency.policy
         if max_bytes is not None:
             self._residency.use(WindowBudget(max_bytes, outside))
-        for _ in range(2):  # prefetching knows its orders from the first time
-            self._restart()
+        for like in (None, self._like):  # prefetching knows its orders from the first time
+            self._restart(like)
             self._driven(drives, calls)
             self._residency.clear()
         self._residency.use(outside)
@@ -292,6 +302,7 @@ class _Planner:
                 unit: Any = StandInUnit(event.name, tuple(self._of[bucket] for bucket in event.buckets))
                 running.append(unit)
                 context.use(unit.recorded)
+                self._executor.moved()
                 if unit.partitioned:
                     residency.enter(unit.partitioned)
                 continue
@@ -301,7 +312,42 @@ class _Planner:
             if unit.partitioned:
                 residency.exit(unit.partitioned, backward=bool(self._trainable))
             running.pop()
+            self._executor.moved()
         residency.end()
+
+
+class Repeater(Recorder):
+    """Writes down what is planned, with the computations of a recording of the same step at their places."""
+
+    def __init__(self, where: Callable[[], Where], like: Actions) -> None:
+        super().__init__(where, self._next)
+        self._like, self._at = like, 0
+
+    def _next(self, moment: str, unit: str) -> tuple[int, int]:
+        if self._at < len(self._like):
+            action = self._like[self._at]
+            if action.kind is Kind.COMPUTE and (action.moment.value, action.unit) == (moment, unit):
+                self._at += 1
+                return action.flops, action.num_bytes
+        return 0, 0
+
+    def _note(self, kind: Kind, bucket: Bucket | None, **options: Any) -> None:
+        super()._note(kind, bucket, **options)
+        found, index = self._like[self._at : self._at + 1], bucket.index if bucket is not None else -1
+        if not found or (found[0].kind, found[0].bucket) != (kind, index):
+            raise ValueError(
+                f"plan(like=...): the step goes on with {self.actions[-1]}, and the recording with "
+                f"{found[0] if found else 'nothing'}: record a whole step that is like the next one."
+            )
+        self._at += 1
+
+    def check(self) -> None:
+        """Raise ValueError where something is left of the recording."""
+        if self._at < len(self._like):
+            raise ValueError(
+                f"plan(like=...): the step is over, and the recording goes on with {self._like[self._at]}: record one "
+                "step, from before its first forward to after its update."
+            )
 
 
 class _UpdatesInBackward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -17,13 +17,19 @@ if TYPE_CHECKING:
     from zoo.shard.runtime.hooks import Runtime
 
 
+Where: TypeAlias = tuple[str, str, str]
+Work: TypeAlias = Callable[[str, str], tuple[int, int]]
+"""(moment, unit) → FLOPs and bytes since the call before."""
+
+
 @contextlib.contextmanager
-def recording(runtime: Runtime) -> Iterator[Actions]:
+def recording(runtime: Runtime, work: Work | None = None) -> Iterator[Actions]:
     """All that happens inside, in the order in which it begins. Recordings may nest."""
-    executor, recorder = runtime.executor, Recorder(runtime.where)
+    executor, recorder = runtime.executor, Recorder(runtime.where, work)
     executor.watchers += (recorder,)
     try:
         yield recorder.actions
+        recorder.moves()
     finally:
         executor.watchers = tuple(w for w in executor.watchers if w is not recorder)
 
@@ -33,11 +39,29 @@ class Recorder:
 
     Args:
         where: what runs now, see :meth:`Runtime.where`.
+        work: what has been computed since it was asked the last time, and what is asked for, (moment, unit); None:
+            computations are no part of the list.
     """
 
-    def __init__(self, where: Callable[[], tuple[str, str, str]]) -> None:
+    def __init__(self, where: Callable[[], Where], work: Work | None = None) -> None:
         self.actions = Actions()
-        self._where = where
+        self._where, self._work = where, work
+        self._place = where()  # of what is being computed
+
+    def moves(self) -> None:
+        """What was computed so far is a computation by itself."""
+        if self._work is None:
+            return
+        moment, context, unit = self._place
+        flops, num_bytes = self._work(moment, unit)
+        self._place = self._where()
+        if flops or num_bytes:
+            self.actions.append(
+                Action(
+                    kind=Kind.COMPUTE, moment=Moment(moment), context=context, unit=unit, flops=flops,
+                    num_bytes=num_bytes,
+                )
+            )  # fmt: skip
 
     def unshards(self, bucket: Bucket, *, exact: bool, ahead: bool) -> None:
         """A gather, from all ranks or from what hpZ keeps."""
@@ -84,6 +108,7 @@ class Recorder:
     def _note(
         self, kind: Kind, bucket: Bucket | None, *, of: Kind | None = None, collectives: tuple[Collective, ...] = ()
     ) -> None:
+        self.moves()
         moment, context, unit = self._where()
         self.actions.append(
             Action(

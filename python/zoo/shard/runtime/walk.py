@@ -153,6 +153,8 @@ class Walk:
             if context.left and uses[context.left - 1][0] > cursor:
                 self._finish(context, cursor + 1)
             unit = calls[cursor]
+            if self._executor.watchers:
+                self._executor.moved()
             if unit.partitioned:
                 self.open(unit)
                 if self._residency.prefetches:
