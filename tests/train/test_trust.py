@@ -258,6 +258,24 @@ def test_a_second_interrupt_is_one() -> None:
     assert stops == [1]
 
 
+# -- forecast beside measurement --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_run_ends_with_the_forecast_beside_what_was_measured(
+    tmp_path: Path, stage: int, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    made = config(tmp_path, 2, {"zero_optimization.stage": stage}, steps=3)
+    result = sim.run(2, lambda rank: train(made, registry=registry()))[0]
+    assert result.kept_bytes == result.forecast_kept_bytes
+    assert min(result.kept_bytes) > 0
+    # Five sums of the record and the number of micro-batches; at stage 0 the options of groups go with these.
+    told = [8 * (5 + 1 + (15 if stage == 0 else 0))] * 2
+    assert [a - b for a, b in zip(result.wire_bytes, result.forecast_wire_bytes, strict=True)] == told
+    assert result.beside()[1] in capsys.readouterr().out
+    assert json.loads((tmp_path / "result.json").read_text())["forecast_wire_bytes"] == result.forecast_wire_bytes
+
+
 # -- weights to begin with, and those that are left -------------------------------------------------------------------
 
 

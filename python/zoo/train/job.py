@@ -343,7 +343,8 @@ class Job:
         sample = self._sample()
         model_lines = self._leave_model()
         peaks = self._of_ranks(peak_bytes())
-        states = self._of_ranks(self.engine.optimizer.memory()["total"])
+        memory, record, said = self.engine.optimizer.memory(), self.engine.record, self.engine.forecast()
+        states = self._of_ranks(memory["total"])
         baseline = self._on_rank_0("the task's baseline", self.task.baseline)
         result = Result(
             validation_loss=loss, bits=loss / math.log(2), unit=self.task.unit,
@@ -354,6 +355,10 @@ class Job:
             world_size=self.size, stage=self.config.zero_optimization.stage, num_parameters=self.num_parameters,
             peak_resident_bytes=peaks, state_bytes=states, python=platform.python_version(), torch=torch.__version__,
             out=str(self.out), model=str(Path("model", "model.safetensors")) if self.section.save_model else None,
+            kept_bytes=self._of_ranks(memory["parameters"] + memory["optimizer"]),
+            forecast_kept_bytes=self._of_ranks(said.parameters_bytes + said.optimizer_bytes),
+            wire_bytes=self._of_ranks(record.wire_bytes if record is not None else 0),
+            forecast_wire_bytes=self._of_ranks(sum(said.wire_bytes.values())),
         )  # fmt: skip
         ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
         title = f"{self.section.task.type}: {self.num_parameters:,} parameters, ZeRO stage {result.stage}, {ranks}"

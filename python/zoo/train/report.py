@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,23 @@ class Result:
     torch: str
     out: str = ""
     model: str | None = None
+    kept_bytes: list[int] = field(default_factory=list)
+    """Of parameters and optimizer states, at the end; ``forecast_kept_bytes``: as ``engine.forecast()`` says."""
+    forecast_kept_bytes: list[int] = field(default_factory=list)
+    wire_bytes: list[int] = field(default_factory=list)
+    """Sent in the last step; the forecast leaves out the numbers that a step's record adds up, and what layers send."""
+    forecast_wire_bytes: list[int] = field(default_factory=list)
+
+    def beside(self) -> list[str]:
+        """Forecast beside measurement, a line a rank."""
+        found = zip(
+            self.kept_bytes, self.forecast_kept_bytes, self.wire_bytes, self.forecast_wire_bytes, strict=True
+        )  # fmt: skip
+        return [
+            f"rank {rank}, measured and forecast: {kept:,} and {said:,} bytes of parameters and optimizer states, "
+            f"{sent:,} and {planned:,} sent in a step"
+            for rank, (kept, said, sent, planned) in enumerate(found)
+        ]
 
     def verdict(self) -> str:
         """One line: the loss beside the baseline's."""
@@ -68,6 +85,8 @@ def write(
         for rank, (peak, state) in enumerate(zip(result.peak_resident_bytes, result.state_bytes, strict=True))
     )
     watcher.line(f"memory: {memory}")
+    for line in result.beside():
+        watcher.line(line)
     watcher.line(
         f"{result.tokens:,} tokens in {result.train_s:.1f} s: {result.tokens_per_s:,.0f} tokens/s; "
         f"{result.total_s:.1f} s in all"
