@@ -5,9 +5,13 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from zoo.deepspeed.launcher import runner
+from tests.launch.jobs import launched
+from zoo.deepspeed.launcher import multinode_runner, runner
+
+from zoo.deepspeed.adapters.utilities import launcher
 
 HOSTS = {"a": [0, 1, 2], "b": [0, 1]}
 
@@ -82,16 +86,112 @@ def test_world_info_is_json_in_base64() -> None:
     assert json.loads(base64.urlsafe_b64decode(runner.encode_world_info({"a": [0, 1]}))) == {"a": [0, 1]}
 
 
-def test_main_names_the_command_that_starts_the_same(tmp_path: Path) -> None:
+DEEPSPEED = ("-c", "from zoo.deepspeed.launcher.runner import main; main()")
+
+
+def test_the_command_starts_ranks_with_their_local_rank(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, importlib.util\n"
+        "print(os.environ['RANK'], sys.argv[1:], bool(importlib.util.find_spec('deepspeed')), os.environ['FROM_FILE'])"
+    )
+    (tmp_path / ".deepspeed_env").write_text("FROM_FILE=a b\n")
+    arguments = ("-H", "none", "--num_gpus", "2", "SCRIPT", "--prompt", 'I\'m "here"')
+    with launched(tmp_path, *arguments, script=script, program=DEEPSPEED) as job:
+        job.finish()
+    assert job.process.returncode == 0, job.errors
+    words = "'--prompt', 'I\\'m \"here\"'"
+    expected = [f"[rank {rank}] {rank} ['--local_rank={rank}', {words}] True a b" for rank in (0, 1)]
+    assert sorted(line for line in job.said.splitlines() if line.startswith("[rank")) == expected
+    assert "there is no file of hosts none" in job.said
+
+
+def test_the_command_starts_ranks_on_hosts_and_ends_with_their_code(tmp_path: Path, monkeypatch: Any) -> None:
+    started: list[Any] = []
+
+    class Taken:
+        def __init__(self, job: Any) -> None:
+            started.append(job)
+
+        def run(self) -> int:
+            return 5
+
+    monkeypatch.setattr(launcher, "Supervisor", Taken)
     file = tmp_path / "hosts"
     file.write_text("a slots=4\nb slots=4\n")
-    with pytest.raises(NotImplementedError) as told:
-        runner.main(["-H", str(file), "--master_port", "7000", "train.py", "--name", "two words"])
-    assert (
-        "torchrun --nproc-per-node 4 --nnodes 2 --node-rank <of this host> --master-addr a --master-port 7000 "
-        "train.py --name 'two words'"
-    ) in str(told.value)
-    with pytest.raises(NotImplementedError, match=r"torchrun --nproc-per-node 2 -m pkg\.train"):
-        runner.main(["-H", "none", "--num_gpus", "2", "--module", "pkg.train"])
-    with pytest.raises(ValueError, match="--num_gpus and --include"):
-        runner.main(["--num_gpus", "1", "-i", "localhost", "train.py"])
+    with pytest.raises(SystemExit) as told:
+        runner.main(["-H", str(file), "-i", "a:0,2@b", "--master_port", "7000", "--ssh_port", "23", "-q", "t.py", "x"])
+    assert told.value.code == 5
+    (job,) = started
+    assert (dict(job.hosts), list(job.command)) == ({"a": [0, 2], "b": [0, 1, 2, 3]}, ["t.py", "x"])
+    assert (job.port, job.devices, job.local_rank, job.ssh.endswith("-p 23")) == (7000, True, True, True)
+    with pytest.raises(SystemExit):
+        runner.main(["-H", "none", "--no_ssh", "--num_nodes", "2", "--node_rank", "1", "--master_addr", "h", "t.py"])
+    assert (started[1].node, started[1].nodes, started[1].address, started[1].port) == (1, 2, "h", 29500)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--num_gpus", "1", "-i", "localhost", "t.py"], "--num_gpus and --include"),
+        (["--autotuning", "run", "t.py"], "`zoo tune CONFIG`"),
+        (["--venv_script", "x", "t.py"], "--venv_script is not in zoo"),
+        (["-e", "localhost", "t.py"], "leaves no host of localhost"),
+        (["--launcher", "mine", "--force_multi", "-H", "HOSTS", "t.py"], "--launcher 'mine' is none of pdsh, openmpi"),
+        (["--launcher", "slurm", "--force_multi", "-H", "HOSTS", "t.py"], "needs the program sinfo, which is not on"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: list[str], said: str, tmp_path: Path, monkeypatch: Any) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a slots=4\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises((ValueError, NotImplementedError), match=said):
+        runner.main([str(file) if word == "HOSTS" else word for word in arguments])
+
+
+POOL = {"worker-0": 4, "worker-1": 4}
+
+
+def command_of(name: str, *more: str) -> Any:
+    args = runner.parse_args([*more, "train.py", "--lr", "1"])
+    made = getattr(multinode_runner, name)
+    info = runner.encode_world_info(POOL)
+    found = made(args, info) if name == "PDSHRunner" else made(args, info, POOL)
+    found.add_export("SLURM_CPUS", "64(x2)")
+    return found.get_cmd({}, POOL)
+
+
+def test_command_lines_of_other_launchers() -> None:
+    words, stop, environment = command_of("PDSHRunner", "--ssh_port", "23", "--module")
+    assert words[:6] == ["pdsh", "-S", "-f", "1024", "-w", "worker-0,worker-1"]
+    assert environment == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-p 23"}
+    assert 'export SLURM_CPUS="64(x2)";' in words[-1]
+    assert "--num_nodes=2 --node_rank=%n --ranks=4" in words[-1]
+    assert words[-1].endswith("-m train.py --lr 1")
+    assert stop[-1] == "train.py"
+    openmpi = command_of("OpenMPIRunner")
+    assert openmpi[:5] == ["mpirun", "-n", "8", "-host", "worker-0:4,worker-1:4"]
+    assert "eth0" in openmpi
+    assert openmpi[openmpi.index("-x") + 1] == "SLURM_CPUS=64(x2)"
+    for dashes in ("-mca", "--mca"):
+        found = command_of("OpenMPIRunner", "--launcher_arg", f"{dashes} btl_tcp_if_include eth1")
+        assert ("eth0" in found, "eth1" in found) == (False, True)
+    for name in ("MPICHRunner", "IMPIRunner"):
+        assert command_of(name)[:7] == ["mpirun", "-n", "8", "-ppn", "4", "-hosts", "worker-0,worker-1"]
+    assert command_of("MVAPICHRunner")[:5] == ["mpirun", "-np", "8", "-ppn", "4"]
+    slurm = command_of("SlurmRunner", "--include", "worker-0@worker-1")
+    assert slurm[:7] == ["srun", "-n", "8", "--nodes", "2", "--nodelist", "worker-0,worker-1"]
+    assert slurm[slurm.index("--export") + 1].startswith("ALL,SLURM_CPUS=64(x2),MASTER_ADDR=worker-0,MASTER_PORT=")
+    for found in (openmpi, slurm):
+        assert found[-5:][1:] == ["-u", "train.py", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("OpenMPIRunner", ["-i", "worker-0"], "OpenMPIRunner starts ranks on whole hosts"),
+        ("SlurmRunner", ["-i", "worker-0:1"], "cannot name specific device ids"),
+    ],
+)
+def test_what_other_launchers_cannot_do(name: str, arguments: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        command_of(name, *arguments)

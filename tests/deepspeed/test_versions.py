@@ -78,13 +78,3 @@ def test_the_report_of_the_environment(capsys: pytest.CaptureFixture[str], monke
     said = capsys.readouterr().out
     assert "a fast one" in said
     assert not [words for words in ("cpu_adam", "nvcc   ", "buy a compiler", "optional absent") if words in said]
-
-
-def test_what_reads_elasticity() -> None:
-    from zoo.deepspeed import elasticity
-
-    assert elasticity.elasticity_enabled({"elasticity": {"enabled": True}})
-    assert not elasticity.elasticity_enabled({})
-    assert issubclass(elasticity.ElasticityConfigError, elasticity.ElasticityError)
-    with pytest.raises(NotImplementedError, match="there is no elastic training yet; torchrun restarts jobs"):
-        elasticity.compute_elastic_config({"elasticity": {"enabled": True}}, "0.19.8")

@@ -18,6 +18,7 @@ from zoo.cli.compiling import app as compile_app
 from zoo.cli.doctor.command import doctor
 from zoo.cli.failure import one_sentence, rank_of_launch
 from zoo.cli.io import app as io_app
+from zoo.cli.launch import launch
 from zoo.cli.pipe import app as pipe_app
 from zoo.cli.run import run
 from zoo.cli.tensor import app as tensor_app
@@ -67,6 +68,7 @@ app.add_typer(io_app, name="io")
 app.add_typer(pipe_app, name="pipe")
 app.add_typer(tensor_app, name="tensor")
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(doctor)
 app.command()(tune)
 

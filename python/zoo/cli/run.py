@@ -19,7 +19,9 @@ def run(
     as_deepspeed: Annotated[
         bool, typer.Option("--as-deepspeed", help="`import deepspeed` gives zoo.deepspeed, in what it starts too.")
     ] = False,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, by torchrun, if more than 1.")] = 1,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes on this machine: `zoo launch --ranks N --show all`.")
+    ] = 1,
 ) -> None:
     """Run SCRIPT with its arguments, as Python does; under torchrun, srun or mpirun, on each rank.
 
@@ -39,7 +41,7 @@ def run(
                 environment.setdefault("MASTER_PORT", str(_free_port()))
         started = [sys.executable]
         if ranks > 1:
-            started += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            started += ["-m", "zoo.cli", "launch", f"--ranks={ranks}", "--show=all"]
         sys.stdout.flush()
         os.execve(sys.executable, [*started, str(script), *(arguments or ())], environment)
 

@@ -68,7 +68,7 @@ ABSENT: Mapping[str, str] = {
     "compression.basic_layer": "zoo.compression replaces no layers; it attaches transforms to those of the model.",
     "compression.scheduler": "the engine has its own; zoo.compression.CompressionScheduler is for other loops.",
     "datastates": "zoo writes checkpoints in the background itself: checkpoint.asynchronous.",
-    "elasticity": "there is no elastic training yet; torchrun restarts jobs, and checkpoints fit any number of ranks.",
+    "elasticity": "`zoo launch --max-restarts` restarts jobs on the hosts that are left; there is no agent to inherit.",
     "env_report": "Ascend's devices are not among zoo's; the rest of the report is there.",
     "inference": _INFERENCE,
     "inference.quantization": _CODES,

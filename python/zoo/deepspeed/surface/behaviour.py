@@ -128,7 +128,7 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
         "the configuration",
         "is checked: keys that contradict each other, and options that nobody carries out, are a ConfigError (a"
         " ValueError) with a sentence. What becomes of each key is on [its page](config.md); "
-        "elasticity and what the compiler would offload are refused.",
+        "what the compiler would offload is refused.",
     ),
     (
         "`pin_memory` of `offload_optimizer` and `offload_param`",

@@ -104,8 +104,12 @@ _BUILDERS |= _of(
     differs=_WITHOUT,
 )  # fmt: skip
 _ELASTICITY = _of(
-    "utilities.environment",
-    "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize", "elasticity_enabled",
+    "utilities.elasticity",
+    "ElasticityConfig", "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize",
+    "elasticity_enabled", "ensure_immutable_elastic_config",
+) | _of(
+    "utilities.elasticity", "compute_elastic_config",
+    differs="no batch is above max_train_batch_size, and a micro-batch of None or an empty list is an error.",
 )  # fmt: skip
 _DEVICES = "on CPU and GPU alike; parameters of 16 bits have fp32 masters."
 _ADAM = {name: _of("optimizers.ops", name, differs=_DEVICES) for name in ("DeepSpeedCPUAdam", "FusedAdam")}
@@ -134,7 +138,7 @@ _CHECKPOINTING: Names = {
 _WHOLE_GROUPS = "the optimizer's buffers are zoo.zero's; its all-gathers are the engine's own."
 
 _LAUNCHER = "zoo.deepspeed.adapters.utilities.launcher"
-_NO_LAUNCHER = "there is no launcher yet: torchrun starts the processes on every machine."
+_NO_LAUNCHER = "processes on a host are started by the agent of `zoo launch`, which the command deepspeed runs."
 
 _LAUNCHERS: Names = {
     name: f"{_LAUNCHER}:{name}"
@@ -143,10 +147,9 @@ _LAUNCHERS: Names = {
         "PDSH_MAX_FAN_OUT", "SLURM_LAUNCHER",
     )
 }  # fmt: skip
-_RUNNERS: Names = {
-    name: Refused(_NO_LAUNCHER)
-    for name in ("IMPIRunner", "MPICHRunner", "MVAPICHRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner")
-}
+_RUNNERS: Names = _of(
+    "utilities.runners", "IMPIRunner", "MPICHRunner", "MVAPICHRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner"
+)
 
 _TUNER = "zoo.deepspeed.adapters.utilities.tuner"
 _AUTOTUNER: Names = {
@@ -167,7 +170,7 @@ TABLE: Table = {
     "launcher.constants": {**_LAUNCHERS, "MVAPICH_TMP_HOSTFILE": f"{_LAUNCHER}:MVAPICH_TMP_HOSTFILE"},
     "launcher.launch": {"main": Refused(_NO_LAUNCHER, function=True)},
     "launcher.launcher_helper": {"main": Refused(_NO_LAUNCHER, function=True)},
-    "launcher.multinode_runner": {"MultiNodeRunner": Refused(_NO_LAUNCHER), **_RUNNERS},
+    "launcher.multinode_runner": {**_of("utilities.runners", "MultiNodeRunner"), **_RUNNERS},
     "launcher.runner": {
         **_LAUNCHERS,
         **_RUNNERS,
@@ -183,7 +186,7 @@ TABLE: Table = {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": "zoo.comm.launch:PORT",
         "get_accelerator": "zoo.deepspeed.adapters.accelerator.real_accelerator:get_accelerator",
         "logger": "zoo.deepspeed.adapters.utilities.logs:logger",
-        "main": Name(f"{_LAUNCHER}:main", "refused when it is called, with the command of torchrun."),
+        "main": Name(f"{_LAUNCHER}:main", "starts the agents of zoo.launch, over ssh where DeepSpeed uses pdsh."),
     },
     "": {
         **_of("accelerator.real_accelerator", "get_accelerator"),

@@ -169,6 +169,12 @@ def translated(
             _warned.add(key)
         del found[key]
     found = as_meant(found)
+    if "elasticity" in found:
+        import torch.distributed as dist
+
+        from zoo.deepspeed.adapters.utilities.elasticity import with_elastic_batch
+
+        found = with_elastic_batch(found, dist.get_world_size() if dist.is_initialized() else 1)
     aio = found.get("aio")
     if isinstance(aio, Mapping) and type(aio.get("block_size")) is int and aio["block_size"] > 0:
         found["aio"] = {**aio, "block_size": -(-aio["block_size"] // 4096) * 4096}  # whole pages, as aio_handle

@@ -1,4 +1,4 @@
-"""``deepspeed.env_report``: which operations work here, and which versions; and what reads ``elasticity``."""
+"""``deepspeed.env_report``: which operations work here, and which versions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -110,25 +109,3 @@ def cli_main() -> None:
     """The command ``ds_report``."""
     given = parse_arguments()
     main(given.hide_operator_status, given.hide_errors_and_warnings)
-
-
-# -- deepspeed.elasticity ---------------------------------------------------------------------------------------------
-
-
-class ElasticityError(Exception):
-    """Of a job whose number of ranks may change."""
-
-
-class ElasticityConfigError(ElasticityError):
-    """Its section says something that cannot be."""
-
-
-class ElasticityIncompatibleWorldSize(ElasticityError):
-    """A number of ranks that no batch size fits."""
-
-
-def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the section ``elasticity`` of a document is enabled."""
-    from zoo.deepspeed.adapters.configuration.plain_values import as_meant
-
-    return bool(as_meant({"elasticity": ds_config.get("elasticity", {})})["elasticity"].get("enabled", False))

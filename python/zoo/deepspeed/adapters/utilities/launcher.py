@@ -1,5 +1,5 @@
 """``deepspeed.launcher.runner``: the constants, the file of hosts, filters and arguments that programs read before a
-launcher starts anything. torchrun is what starts processes here; :func:`main` says how."""
+launcher starts anything; and :func:`main`, the command ``deepspeed``, which starts it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import argparse
 import base64
 import json
 import os
-import shlex
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from zoo.comm.launch import PORT
 from zoo.deepspeed.adapters.utilities.logs import logger
+from zoo.deepspeed.adapters.utilities.runners import command
+from zoo.deepspeed.standin import installed_folder
 from zoo.launch import hosts
-from zoo.launch.exports import ENVIRONMENT_FILE, PREFIXES
+from zoo.launch.exports import ENVIRONMENT_FILE, PREFIXES, exported
+from zoo.launch.job import Job, gpus
+from zoo.launch.supervisor import Supervisor
 
 DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = list(PREFIXES)
@@ -130,32 +135,74 @@ def encode_world_info(world_info: Any) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Refused, with the command of torchrun that starts the same processes.
+    """The command ``deepspeed``: starts the script on every slot and ends with its exit code.
+
+    On one host, and on several with ``--launcher pdsh``, zoo's own launcher does (:mod:`zoo.launch`), over ssh; the
+    others are given a command line of theirs.
 
     Raises:
         ValueError: arguments that contradict each other, or hosts that are not there.
-        NotImplementedError: always, after that.
+        NotImplementedError: ``--autotuning``, ``--venv_script``.
     """
     given = parse_args(args)
     if (given.num_nodes >= 0 or given.num_gpus >= 0) and (given.include or given.exclude):
         raise ValueError(
             "--num_nodes or --num_gpus and --include or --exclude are both given; say numbers, or names of hosts."
         )
+    if given.autotuning:
+        raise NotImplementedError("--autotuning is `zoo tune CONFIG`, which looks for a configuration of zoo train.")
+    if given.venv_script is not None:
+        raise NotImplementedError(
+            "--venv_script is not in zoo: ranks run the Python that runs deepspeed, on each host."
+        )
     pool = fetch_hostfile(given.hostfile)
-    there: Mapping[str, Sequence[int]] = {}
-    if pool is not None:
-        there = parse_inclusion_exclusion(pool, given.include, given.exclude)
-        there = apply_num_nodes_and_gpus(there, given.num_nodes, given.num_gpus)
-    processes = str(len(next(iter(there.values())))) if there else str(given.num_gpus) if given.num_gpus > 0 else "auto"
-    command = ["torchrun", "--nproc-per-node", processes]
-    if len(there) > 1 or given.num_nodes > 1:
-        address = given.master_addr or next(iter(there), "the-first-host")
-        command += ["--nnodes", str(len(there) or given.num_nodes), "--node-rank", "<of this host>"]
-        command += ["--master-addr", address]
-    if given.master_port != PORT or len(there) > 1:
-        command += ["--master-port", str(given.master_port)]
-    command += ["--no-python"] * given.no_python + ["-m"] * given.module + [given.user_script, *given.user_args]
-    raise NotImplementedError(
-        "deepspeed.launcher starts no processes in zoo: torchrun does, on every machine. This job is: "
-        + " ".join(part if part.startswith("<") else shlex.quote(part) for part in command)
-    )
+    there = _slots(pool, given)
+    exports = _exports(several=pool is not None)
+    if given.save_pid:
+        Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed").write_text(str(os.getpid()), encoding="utf-8")
+    if pool is not None and given.launcher.lower() != PDSH_LAUNCHER and (len(there) > 1 or given.force_multi):
+        environment = {**os.environ, **exports}
+        words = command(given.launcher.lower(), given, there, environment, exports, encode_world_info(there))
+        os.execvpe(words[0], list(words), environment)
+    raise SystemExit(Supervisor(_job(given, there, exports, chosen=pool is not None)).run())
+
+
+def _slots(pool: Mapping[str, int] | None, given: argparse.Namespace) -> Mapping[str, Sequence[int]]:
+    if pool is None:
+        devices = len(gpus(os.environ)) or max(given.num_gpus, 1)
+        pool = {"localhost": devices}
+    there = parse_inclusion_exclusion(pool, given.include, given.exclude)
+    if not there:
+        raise ValueError(f"--exclude {given.exclude!r} leaves no host of {', '.join(pool)}.")
+    return apply_num_nodes_and_gpus(there, given.num_nodes if not given.no_ssh else -1, given.num_gpus)
+
+
+def _exports(*, several: bool) -> dict[str, str]:
+    files = [Path(folder, DEEPSPEED_ENVIRONMENT_NAME) for folder in DEEPSPEED_ENVIRONMENT_PATHS]
+    here = os.environ if several else {}
+    found = exported(here, prefixes=EXPORT_ENVS, without=EXCLUDE_ENVS, files=files)
+    folder, path = str(installed_folder()), found.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return {**found, "PYTHONPATH": os.pathsep.join([folder, *(part for part in path.split(os.pathsep) if part)])}
+
+
+def _job(
+    given: argparse.Namespace, there: Mapping[str, Sequence[int]], exports: Mapping[str, str], *, chosen: bool
+) -> Job:  # fmt: skip
+    kind = ["--no-python"] if given.no_python else ["-m"] if given.module else []
+    more: dict[str, Any] = {}
+    if given.no_ssh:
+        if given.num_nodes > 1 or given.node_rank > 0:
+            more |= {"node": max(given.node_rank, 0), "nodes": max(given.num_nodes, 1)}
+        there = {"localhost": next(iter(there.values()))}
+    if given.ssh_port is not None:
+        more["ssh"] = f"{Job.ssh} -p {given.ssh_port}"
+    alone = len(there) == 1 and "nodes" not in more
+    cores = given.bind_core_list or ("all" if given.bind_cores_to_rank else None)
+    return Job(
+        command=[*kind, given.user_script, *given.user_args], hosts=there, environment=exports,
+        devices=chosen or bool(given.include or given.exclude), address=given.master_addr or None,
+        port=None if alone and given.master_port == PORT else given.master_port, cores=cores,
+        log_dir=None if given.enable_each_rank_log in (None, "None") else os.path.abspath(given.enable_each_rank_log),
+        shown=(0,) if sum(map(len, there.values())) == 1 else None,
+        local_rank=not given.no_local_rank and not given.no_python, **more,
+    )  # fmt: skip

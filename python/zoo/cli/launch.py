@@ -1,0 +1,182 @@
+"""``zoo launch``: a script on every slot of every host."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zoo.cli.failure import one_sentence
+
+PORT = 29500
+"""Of rank 0, where launchers on several nodes are told no other."""
+
+
+def launch(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python program.", show_default=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="...", help="Its arguments.")] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of any kind.")] = False,
+    hostfile: Annotated[
+        Path | None, typer.Option("-H", "--hostfile", help="Hosts, one a line: worker-0 slots=4.")
+    ] = None,
+    include: Annotated[str, typer.Option("-i", "--include", help="Only these: host:slot,slot@host.")] = "",
+    exclude: Annotated[str, typer.Option("-e", "--exclude", help="All but these, written alike.")] = "",
+    num_nodes: Annotated[int | None, typer.Option("--num_nodes", "--num-nodes", help="The first hosts.")] = None,
+    num_gpus: Annotated[
+        int | None,
+        typer.Option("--num_gpus", "--num-gpus", "--ranks", help="Processes on each host.", show_default="its slots"),
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option("--node_rank", "--node-rank", help="Of this host, with --num_nodes, without ssh.")
+    ] = None,
+    master_addr: Annotated[str | None, typer.Option("--master_addr", "--master-addr", help="Of rank 0.")] = None,
+    master_port: Annotated[int | None, typer.Option("--master_port", "--master-port", help="Of rank 0.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="A folder for each rank: DIR/rank0/stdout.log, ….")] = None,
+    show: Annotated[str, typer.Option(help="Ranks on the screen: 0,3 or all.")] = "0",
+    bind_cores: Annotated[
+        str | None, typer.Option("--bind-cores", help="Cores of their own for ranks: all, or 0-3,8.")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(help="Start again after a failure, so often.")] = 0,
+    min_nodes: Annotated[int | None, typer.Option(help="With restarts: go on with so few hosts.")] = None,
+    ssh: Annotated[
+        str | None, typer.Option(envvar="ZOO_LAUNCH_SSH", help="What is given a host and a command line.")
+    ] = None,
+    start_s: Annotated[float, typer.Option(help="A host that has not answered by then does not answer.")] = 60.0,
+    grace_s: Annotated[float, typer.Option(help="From SIGTERM to SIGKILL.")] = 6.0,
+    finish_s: Annotated[float, typer.Option(help="Ranks may go on so long after one has ended.")] = 300.0,
+    hang_s: Annotated[float | None, typer.Option(help="Without output for so long it hangs: stacks of all.")] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Start nothing: write a script for sbatch (FILE.sbatch), for Kubernetes (FILE.yaml), or the hosts.",
+        ),
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="Container image, for Kubernetes.")] = None,
+    as_deepspeed: Annotated[
+        bool, typer.Option("--as-deepspeed", help="`import deepspeed` gives zoo.deepspeed.")
+    ] = False,
+) -> None:
+    """Run SCRIPT on every slot: of the hosts of --hostfile, of what SLURM or PBS has lent, or of this host.
+
+    Options come before SCRIPT. What fails first is named at the end; nothing is left running, however it ends.
+    """
+    with one_sentence(shared=True):
+        if write is not None and write.suffix in (".sbatch", ".yaml", ".yml"):
+            kind = ["-m"] if module else ["--no-python"] if no_python else []
+            _write(write, [*kind, script, *(arguments or ())], num_nodes, num_gpus, master_port, image)
+            return
+        from zoo.launch.job import Job
+        from zoo.launch.supervisor import Supervisor
+
+        more: dict[str, Any] = {} if ssh is None else {"ssh": ssh}
+        place = _node(node_rank, num_nodes) if hostfile is None else None
+        if place is not None:
+            more |= {"node": place.rank, "nodes": place.num_nodes}
+            master_addr = master_addr or place.address
+            master_port = master_port or int(os.environ.get("MASTER_PORT", PORT))
+            hosts, devices = _here(include, exclude, num_gpus)
+        else:
+            hosts, devices = _hosts(hostfile, include, exclude, num_nodes, num_gpus)
+        if write is not None:
+            from zoo.launch import scripts
+
+            write.write_text(scripts.hostfile({host: len(slots) for host, slots in hosts.items()}), encoding="utf-8")
+            return
+        job = Job(
+            command=[*(["-m"] if module else ["--no-python"] if no_python else []), script, *(arguments or ())],
+            hosts=hosts, devices=devices, environment=_environment(hosts, as_deepspeed), cores=bind_cores,
+            log_dir=None if log_dir is None else str(log_dir.absolute()), shown=_shown(show), address=master_addr,
+            port=master_port, max_restarts=max_restarts, min_nodes=min_nodes, start_s=start_s, grace_s=grace_s,
+            finish_s=finish_s, hang_s=hang_s, **more,
+        )  # fmt: skip
+        code = Supervisor(job).run()
+    sys.stdout.flush()
+    raise SystemExit(code)
+
+
+def _write(
+    file: Path, command: list[str], nodes: int | None, ranks: int | None, port: int | None, image: str | None
+) -> None:
+    """A file of a batch system; its ranks are those of GPUs unless CUDA_VISIBLE_DEVICES is empty."""
+    from zoo.launch import exports, scripts
+
+    if ranks is None:
+        raise ValueError(f"{file} needs to know how many ranks a node has; give --num_gpus, and --num_nodes.")
+    batch = scripts.Batch(
+        name=re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-"), nodes=nodes or 1, ranks=ranks, command=command,
+        gpus=os.environ.get("CUDA_VISIBLE_DEVICES") != "", port=port or PORT,
+        environment=exports.exported({}, files=exports.environment_files(os.environ)),
+    )  # fmt: skip
+    if file.suffix == ".sbatch":
+        text = scripts.sbatch(batch)
+    elif image is None:
+        raise ValueError(f"{file} needs the name of an image that has zoo and the script; give --image.")
+    else:
+        text = scripts.kubernetes(batch, image)
+    file.write_text(text, encoding="utf-8")
+
+
+def _hosts(
+    hostfile: Path | None, include: str, exclude: str, num_nodes: int | None, num_gpus: int | None
+) -> tuple[dict[str, list[int]], bool]:
+    """Host → slots, and whether they are devices that somebody chose."""
+    from zoo.launch import discovery, hosts
+
+    lent = discovery.allotment(os.environ) if hostfile is None else None
+    if hostfile is not None or lent is not None:
+        there = hosts.read_hostfile(hostfile) if hostfile is not None else dict(lent.hosts if lent else {})
+        slots = hosts.select(hosts.all_slots(there), include, exclude)
+        if not slots:
+            raise ValueError(f"--exclude {exclude!r} leaves no host of {', '.join(there)}.")
+        return hosts.first(slots, num_nodes, num_gpus), bool(include or exclude)
+    found, chosen = _here(include, exclude, num_gpus)
+    return hosts.first(found, num_nodes), chosen
+
+
+def _here(include: str, exclude: str, num_gpus: int | None) -> tuple[dict[str, list[int]], bool]:
+    """The same of this host alone."""
+    from zoo.launch import hosts
+    from zoo.launch.job import gpus
+
+    devices = gpus(os.environ)
+    here = hosts.select({"localhost": devices or list(range(num_gpus or 1))}, include, exclude)
+    if not here:
+        raise ValueError(f"--exclude {exclude!r} leaves no slot of localhost.")
+    return hosts.first(here, None, num_gpus), bool(include or exclude)
+
+
+def _node(rank: int | None, nodes: int | None) -> Any:
+    """Which node this is, as options or variables say; None where this launcher is the only one."""
+    from zoo.launch import discovery
+
+    if rank is not None:
+        return discovery.Node("--node_rank", rank, nodes or 1, os.environ.get("MASTER_ADDR"))
+    found = discovery.node(os.environ)
+    return found if found is not None and found.num_nodes > 1 else None
+
+
+def _environment(hosts: dict[str, list[int]], as_deepspeed: bool) -> dict[str, str]:
+    from zoo.launch import exports
+
+    files = exports.environment_files(os.environ)
+    found = exports.exported(os.environ if list(hosts) != ["localhost"] else {}, files=files)
+    if as_deepspeed:
+        from zoo.cli.run import with_standin
+
+        found["PYTHONPATH"] = with_standin(found.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
+    return found
+
+
+def _shown(text: str) -> list[int] | None:
+    if text == "all":
+        return None
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--show is {text!r}; give ranks as 0,3, or all.") from None

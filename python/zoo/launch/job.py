@@ -1,0 +1,124 @@
+"""What is to be started: a job, as its supervisor takes it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LOCAL = ("localhost", "127.0.0.1")
+_PORTS = range(20_000, 32_768)  # below those that Linux gives to connections
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A command on the slots of hosts.
+
+    Raises:
+        ValueError: numbers that cannot be.
+    """
+
+    command: Sequence[str]
+    """SCRIPT, "-m" MODULE or "--no-python" PROGRAM, and its arguments."""
+    hosts: Mapping[str, Sequence[int]]
+    """Host → slots, ranks in this order. The one host "localhost" is started without ssh."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """For every rank, on top of what its host has."""
+    devices: bool = False
+    """Slots are devices: CUDA_VISIBLE_DEVICES of a host is its slots."""
+    cores: str | None = None
+    """Cores of their own for ranks: "0-3,8", or "all"; None: as they are."""
+    local_rank: bool = False
+    """Scripts get ``--local_rank=N`` before their arguments, as DeepSpeed's launcher gives it."""
+    log_dir: str | None = None
+    """Folder in which every rank has a folder with stdout.log and stderr.log."""
+    shown: Sequence[int] | None = (0,)
+    """Ranks whose output is on the screen; None: all."""
+    address: str | None = None
+    port: int | None = None
+    """Where rank 0 is; by default the first host, and a free port."""
+    node: int = 0
+    nodes: int = 1
+    """Where a launcher is started on every node by something else: which this is, of how many; each with one host and
+    as many slots, and with ``address`` and ``port``."""
+    ssh: str = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10"
+    """Command that is given a host and a command line."""
+    python: str = sys.executable
+    """On the other hosts."""
+    max_restarts: int = 0
+    min_nodes: int | None = None
+    """With restarts: go on with so few hosts; None: all of them."""
+    start_s: float = 60.0
+    """A host that has not answered by then does not answer."""
+    settle_s: float = 1.0
+    """From the first failure to the end of all others: what else fails in that time tells what was first."""
+    grace_s: float = 6.0
+    """From the signal that ends ranks to SIGKILL."""
+    finish_s: float = 300.0
+    """How long ranks may go on after one has ended with exit code 0."""
+    hang_s: float | None = None
+    """After so long without output of any rank the stacks of all are printed, and the job ends."""
+    max_skew_s: float = 5.0
+    """By which clocks of hosts may differ."""
+
+    def __post_init__(self) -> None:
+        if not self.command or not self.hosts or not all(self.hosts.values()):
+            raise ValueError("a job needs a script, and hosts with slots.")
+        for name in ("start_s", "finish_s", "hang_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; give seconds above 0.")
+        if self.grace_s < 0 or self.settle_s < 0 or self.max_restarts < 0:
+            raise ValueError("grace_s, settle_s and max_restarts cannot be below 0.")
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= len(self.hosts):
+            raise ValueError(f"min_nodes is {self.min_nodes}, and there are {len(self.hosts)} hosts.")
+        if not 0 <= self.node < self.nodes:
+            raise ValueError(f"node {self.node} is none of {self.nodes} nodes; give 0 to {self.nodes - 1}.")
+        if self.nodes > 1 and (len(self.hosts) > 1 or self.address is None or self.port is None):
+            raise ValueError(
+                f"a launcher on each of {self.nodes} nodes starts ranks on its own host, and has to know where rank 0 "
+                "is; give --master-addr and --master-port, or a file of hosts to one launcher."
+            )
+        if self.port is not None and not 0 < self.port < 65_536:
+            raise ValueError(f"the port of rank 0 is {self.port}; give one from 1 to 65535.")
+
+    def is_local(self, host: str) -> bool:
+        """Whether it is started without ssh."""
+        return host == "localhost" or (len(self.hosts) == 1 and host in (*LOCAL, socket.gethostname()))
+
+    def agent_command(self, host: str) -> list[str]:
+        """What starts the agent of a host. Variables go through its input, not through the command line."""
+        module = ["-u", "-m", "zoo.launch.agent"]
+        if self.is_local(host):
+            return [sys.executable, *module]
+        path = os.environ.get("PYTHONPATH")
+        found = ["env", f"PYTHONPATH={path}"] if path else []
+        line = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([*found, self.python, *module])}"
+        return [*shlex.split(self.ssh), host, line]
+
+
+def gpus(variables: Mapping[str, str]) -> list[int]:
+    """Numbers of NVIDIA's devices of this host, without asking a driver: CUDA_VISIBLE_DEVICES, or /dev/nvidia0, …"""
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return list(range(len([one for one in visible.split(",") if one.strip() not in ("", "-1")])))
+    found = [re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*")]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def free_port() -> int:
+    """A port that nobody listens on here, out of those that connections do not get by themselves."""
+    for port in random.SystemRandom().sample(_PORTS, 50):
+        with socket.socket() as tried:
+            try:
+                tried.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise ValueError("none of 50 ports from 20000 to 32767 is free on this host; give one with --master-port.")
