@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 
 from zoo.tuning import Journal, JournalError
-from zoo.tuning.journal import read
+from zoo.tuning.journal import put_aside, read
 
 
 @examples(times=10)
@@ -62,3 +62,15 @@ def test_a_search_is_not_overwritten_and_has_one_process(tmp_path: Path) -> None
             Journal(tmp_path, resumes=True)
     with pytest.raises(JournalError, match=r"there is a search in .* already.*--resume"):
         Journal(tmp_path)
+
+
+def test_a_journal_that_another_process_writes_is_not_put_aside(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.write("begin")
+        with pytest.raises(JournalError, match="another process is searching"):
+            put_aside(tmp_path)
+        assert [p.name for p in tmp_path.iterdir()] == ["journal.jsonl"]
+    put_aside(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["journal-1.jsonl"]
+    put_aside(tmp_path)
+    put_aside(tmp_path / "nothing")

@@ -188,3 +188,26 @@ def test_the_command_says_what_is_wrong_in_a_sentence(tmp_path: Path, arguments:
     assert result.exit_code == 2, result.output
     assert said in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "said"),
+    [
+        (0, {"ranks": "two"}, "line 1 of .*has ranks='two'; the file was changed"),
+        (0, {"values": None}, "line 1 of .*has values=None"),
+        (1, {"candidate": 7}, "line 3 of the journal is no end of a trial"),
+        (1, {"number": 5}, "line 3 of the journal is no end of a trial .KeyError: 1"),
+        (2, {"outcome": {}}, "line 3 of the journal is no end of a trial .KeyError: 'step_s'"),
+        (2, {"outcome": {"status": "good", "step_s": 1}}, "status is 'good'; allowed are measured, memory"),
+    ],
+)
+def test_a_journal_whose_values_were_changed_is_refused(
+    tmp_path: Path, line: int, changes: dict[str, Any], said: str
+) -> None:
+    searched(document(tmp_path, batch=16))
+    path = tmp_path / "results" / "journal.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    lines[line].update(changes)
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    with pytest.raises(JournalError, match=said):
+        resume(tmp_path / "results", registry=registry(), runner=FakeRunner())

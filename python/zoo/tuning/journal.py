@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-__all__ = ["Journal", "JournalError", "read"]
+__all__ = ["Journal", "JournalError", "put_aside", "read"]
 
 NAME = "journal.jsonl"
 
@@ -47,6 +47,33 @@ def read(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+def put_aside(folder: Path) -> None:
+    """An old journal gets a number; it is not lost.
+
+    Raises:
+        JournalError: another process is searching there, or the directory cannot be written to.
+    """
+    path, number = folder / NAME, 1
+    while (aside := path.with_name(f"journal-{number}.jsonl")).exists():
+        number += 1
+    try:
+        with open(path, "rb") as file:
+            _lock(file, folder)
+            path.rename(aside)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise JournalError(f"{str(folder)!r} cannot be written to: {error.strerror}; choose another --out.") from None
+
+
+def _lock(file: IO[bytes], folder: Path) -> None:
+    """Hold the search of a folder as long as the file is open."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise JournalError(f"another process is searching in {str(folder)!r}; wait for it.") from None
+
+
 class Journal:
     """Appends events to ``folder/journal.jsonl``; each is on the disk when :meth:`write` returns.
 
@@ -77,11 +104,7 @@ class Journal:
                 f"{str(folder)!r} cannot be written to: {error.strerror}; choose another --out."
             ) from None
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise JournalError(f"another process is searching in {str(folder)!r}; wait for it.") from None
-        try:
+            _lock(self._file, folder)
             self._open(folder, resumes)
         except BaseException:
             self._file.close()

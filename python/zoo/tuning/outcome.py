@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from zoo.tuning.space import Candidate
 
@@ -39,7 +39,14 @@ class Outcome:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Outcome:
         """What :meth:`to_dict` gave."""
-        return cls(**{**values, "steps_s": tuple(values["steps_s"]), "peak_bytes": tuple(values["peak_bytes"])})
+        step_s = values["step_s"]
+        if values["status"] not in get_args(Status):
+            raise ValueError(f"status is {values['status']!r}; allowed are {', '.join(get_args(Status))}")
+        return cls(
+            status=values["status"], why=str(values["why"]), step_s=None if step_s is None else float(step_s),
+            steps_s=tuple(map(float, values["steps_s"])), peak_bytes=tuple(map(int, values["peak_bytes"])),
+            took_s=float(values["took_s"]),
+        )  # fmt: skip
 
 
 class Runner(Protocol):

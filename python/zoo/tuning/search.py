@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from zoo.tuning.journal import Journal
+from zoo.tuning.journal import Journal, JournalError
 from zoo.tuning.model import Model, Prediction
 from zoo.tuning.needs import Need
 from zoo.tuning.outcome import Outcome, Runner
@@ -244,18 +244,29 @@ def _traits(candidate: Candidate) -> Iterator[tuple[str, Any]]:
     yield from candidate.extra
 
 
-def trials_of(events: Sequence[Mapping[str, Any]]) -> Iterator[Trial]:
-    """Those of a journal that have ended; one that has begun only is run again."""
+def trials_of(events: Sequence[Mapping[str, Any]]) -> list[Trial]:
+    """Those of a journal that have ended; one that has begun only is run again.
+
+    Raises:
+        JournalError: what a line says is no trial.
+    """
     begun: dict[int, Mapping[str, Any]] = {}
-    for event in events:
-        if event["event"] == "start":
-            begun[event["number"]] = event
-        elif event["event"] == "end":
-            start = begun[event["number"]]
-            yield Trial(
-                event["number"], Candidate.from_dict(start["candidate"]), Outcome.from_dict(event["outcome"]),
-                start["forecast_s"],
-            )  # fmt: skip
+    found: list[Trial] = []
+    for line, event in enumerate(events, 1):
+        try:
+            if event["event"] == "start":
+                begun[int(event["number"])] = event
+            elif event["event"] == "end":
+                start = begun[event["number"]]
+                candidate, outcome = Candidate.from_dict(start["candidate"]), Outcome.from_dict(event["outcome"])
+                hash(candidate)
+                found.append(Trial(event["number"], candidate, outcome, start["forecast_s"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise JournalError(
+                f"line {line} of the journal is no {event['event']} of a trial ({type(error).__name__}: {error}); the "
+                "file was changed."
+            ) from error
+    return found
 
 
 def line_of(trial: Trial) -> str:

@@ -19,7 +19,7 @@ from zoo.train.config import read_document
 from zoo.train.tasks import with_task
 from zoo.tuning import report
 from zoo.tuning.config import AutotuningConfig
-from zoo.tuning.journal import NAME, Journal, JournalError
+from zoo.tuning.journal import NAME, Journal, JournalError, put_aside
 from zoo.tuning.journal import read as read_journal
 from zoo.tuning.limits import device_named, memory_limit
 from zoo.tuning.needs import Needs, job_of
@@ -54,6 +54,15 @@ class _Asked:
             "task": self.task, "limit_bytes": self.limit_bytes,
         }  # fmt: skip
 
+    @classmethod
+    def of(cls, event: Mapping[str, Any], path: Path) -> _Asked:
+        """What :meth:`to_dict` gave, as the journal at ``path`` has it."""
+        kinds = {"values": dict, "ranks": int, "device": str, "task": str | None, "limit_bytes": int | None}
+        for name, kind in kinds.items():
+            if name not in event or not isinstance(event[name], kind):
+                raise JournalError(f"line 1 of {str(path)!r} has {name}={event.get(name)!r}; the file was changed.")
+        return cls(**{name: event[name] for name in kinds})
+
 
 def tune(
     source: str | Path | Mapping[str, Any], overrides: tuple[str, ...] = (), *, device: str | None = None,
@@ -86,7 +95,7 @@ def tune(
         asked = _Asked(values=document.values, ranks=ranks, device=where.kind, task=task, limit_bytes=limit)
         folder = Path(section.results_dir)
         if section.overwrite:
-            _put_aside(folder / NAME)
+            put_aside(folder)
         with Journal(folder) as journal:
             journal.write("begin", **asked.to_dict())
             return _search(document, asked, journal, registry, runner, say)
@@ -103,8 +112,7 @@ def resume(
     events = read_journal(folder / NAME)
     if not events or events[0]["event"] != "begin" or events[0].get("version") != VERSION:
         raise JournalError(f"{str(folder / NAME)!r} does not begin as that of a search does; begin a new one.")
-    found = {key: value for key, value in events[0].items() if key not in ("event", "version")}
-    asked = _Asked(**found)
+    asked = _Asked.of(events[0], folder / NAME)
     with with_task(asked.task, registry):
         document = read(asked.values, registry=registry).override({"autotuning.results_dir": str(folder)})
         with Journal(folder, resumes=True) as journal:
@@ -183,15 +191,6 @@ def _space(section: AutotuningConfig, document: Document, ranks: int) -> dict[st
         sizes = [n for n in range(least, (most or batch) + 1) if batch % n == 0]
         space["micro"] = sizes[-section.num_tuning_micro_batch_sizes :] if section.fast else sizes
     return space
-
-
-def _put_aside(path: Path) -> None:
-    """An old journal gets a number; it is not lost."""
-    number = 1
-    while (aside := path.with_name(f"journal-{number}.jsonl")).exists():
-        number += 1
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(aside)
 
 
 @contextlib.contextmanager
