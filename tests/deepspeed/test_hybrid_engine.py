@@ -76,6 +76,41 @@ def test_ranks_that_are_done_go_on_where_they_share_parameters() -> None:
     assert sim.run(2, fn) == [4, 8]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_share_a_model_to_generate(stage: int) -> None:
+    """Each gets the tokens of its own prompts, from the newest weights, as if it had generated alone; and the next
+    random number is what it would have been."""
+
+    def fn(rank: int, degree: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], float]:
+        engine = made(stage, model_of("Llama", torch.float64).train(), inference_tp_size=degree)
+        torch.manual_seed(rank)
+        found = []
+        for step in range(2):
+            train(engine, rank, step)
+            prompts = PROMPTS[:, : 2 + step] + rank
+            found.append(engine.generate(prompts, attention_mask=torch.ones_like(prompts), **GREEDY))
+        state, drawn = engine.engine.optimizer.consolidated_parameters(), float(torch.rand(()))
+        engine.destroy()
+        return found, state, drawn
+
+    alone, shared = ([*sim.run(2, lambda rank, n=n: fn(rank, n))] for n in (1, 2))
+    for (found, state, drawn), (right, other, expected) in zip(shared, alone, strict=True):
+        assert all(torch.equal(one, theirs) for one, theirs in zip(found, right, strict=True))
+        assert all(torch.equal(state[name], other[name]) for name in state)
+        assert drawn == expected
+
+
+def test_prompts_of_ranks_that_share_a_model_have_one_width() -> None:
+    def fn(rank: int) -> None:
+        engine = made(3, inference_tp_size=2)
+        with pytest.raises(ValueError, match=r"their prompts have \[2, 3\] columns"):
+            engine.generate(PROMPTS[:, : 2 + rank], **GREEDY)
+        with pytest.raises(ValueError, match="from one tensor of prompts"):
+            engine.generate(PROMPTS, **GREEDY, return_dict_in_generate=True)
+
+    sim.run(2, fn)
+
+
 @pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 def test_layers_are_fast_in_eval_and_leave_with_the_engine() -> None:
     engine = made(2)
@@ -106,7 +141,7 @@ def test_auto_and_null_say_nothing() -> None:
     ("section", "words"),
     [
         ({"max_out_tokens": 0}, r"hybrid_engine.max_out_tokens=0; it must be a whole number"),
-        ({"inference_tp_size": 2}, "hybrid_engine.inference_tp_size: given 2; not supported: a model is split for"),
+        ({"inference_tp_size": 0}, r"hybrid_engine.inference_tp_size=0; it must be a whole number"),
         ({"max_tokens": 3}, "max_out_tokens"),
     ],
 )

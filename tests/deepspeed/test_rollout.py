@@ -90,6 +90,32 @@ def test_ranks_that_share_parameters_roll_out_prompts_of_their_own() -> None:
     assert (set(training), set(head)) == ({True}, {False})
 
 
+def test_ranks_that_share_a_model_draw_by_one_seed() -> None:
+    """``inference_tp_size``: prompts of each rank, answered by both together; greedy ones are those of one rank."""
+
+    def fn(rank: int, degree: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        model = model_of("Llama", torch.float64).train()
+        document = {
+            **TRAINING, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "hybrid_engine": {"enabled": True, "inference_tp_size": degree},
+        }  # fmt: skip
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=document)[0]
+        rollout = build_rollout(RolloutConfig(), engine, TOKENIZER)
+        request = RolloutRequest(PROMPTS[rank:], (PROMPTS[rank:] > 0).long())
+        torch.manual_seed(rank)
+        greedy = rollout.generate(request, GREEDY).input_ids
+        drawn = rollout.generate(request, SamplingConfig(max_new_tokens=6, temperature=1.0)).input_ids
+        return greedy, drawn, 0 if engine.rollout is None else engine.rollout.degree
+
+    alone, shared = ([*sim.run(2, lambda rank, n=n: fn(rank, n))] for n in (1, 2))
+    for (greedy, drawn, degree), (right, _, none) in zip(shared, alone, strict=True):
+        assert torch.equal(greedy, right)
+        assert drawn.shape[0] == greedy.shape[0]
+        assert (degree, none) == (2, 0)
+    again = [*sim.run(2, lambda rank: fn(rank, 2))]
+    assert all(torch.equal(one[1], other[1]) for one, other in zip(shared, again, strict=True))
+
+
 def test_several_answers_to_each_prompt() -> None:
     engine = SimpleNamespace(module=model_of("Llama").train())
     rollout = HybridEngineRollout(engine, TOKENIZER)

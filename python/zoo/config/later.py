@@ -48,8 +48,8 @@ KEYS: dict[str, Fate] = {
         alone=False,
         keys={
             "enabled": setting(False, nothing=(True,)), "max_out_tokens": setting(512, asks=False),
-            "inference_tp_size": refused(
-                "a model is split for training and generation at once: the section tensor_parallel", 1
+            "inference_tp_size": unnecessary(
+                "zoo.inference.Rollout(engine, degree=...) shares a model for generation; the façade's engine does", 1
             ),
             "release_inference_cache": unnecessary("keys and values are gone when generate returns", False),
             "pin_parameters": unnecessary("no parameter is copied, so none is page-locked for it", True),

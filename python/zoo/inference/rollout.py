@@ -51,7 +51,7 @@ class Rollout:
         injects: the parts get the fast layers of :func:`zoo.inject.inject` where these are proved.
 
     Attributes:
-        model: what generates. placement: "in_place" or "tensor".
+        model: what generates. placement: "in_place" or "tensor". group: the ranks that share a model; None in place.
         num_bytes: of this rank's parts, 0 in place. sent_bytes: that this rank sends at each call before it generates.
 
     Raises:
@@ -79,7 +79,7 @@ class Rollout:
         self.model: nn.Module = sharded.module
         self.placement: Literal["in_place", "tensor"] = "in_place"
         self.num_bytes = self.sent_bytes = 0
-        self._group: Communicator | None = None
+        self.group: Communicator | None = None
         self._weights: Resharded | None = None
         if placement == "auto":
             why = self._why_in_place(plan, budget_bytes)
@@ -114,8 +114,8 @@ class Rollout:
             model = self._made(make)
             cut = plan_of(model) if plan is None else plan
         groups = [list(range(first, first + self.degree)) for first in range(0, size, self.degree)]
-        self._group = self._comm.partition(groups, name="rollout")
-        split(model, cut, self._group, training=False)
+        self.group = self._comm.partition(groups, name="rollout")
+        split(model, cut, self.group, training=False)
         self._weights = Resharded(self._sharded, model, self._comm)
         self.model, self.placement = model, "tensor"
         self.num_bytes, self.sent_bytes = self._weights.num_bytes, self._weights.sent_bytes

@@ -48,8 +48,8 @@ _SETTINGS: Names = {
 _HYBRID: Names = {
     "DeepSpeedHybridEngine": Name(
         f"{_INFERENCE}.hybrid:DeepSpeedHybridEngine",
-        "made by initialize where hybrid_engine.enabled is true; the very parameters generate, none is gathered ahead; "
-        "generate refuses more than max_out_tokens, prompt included.",
+        "made by initialize where hybrid_engine.enabled is true; the very parameters generate, or, with "
+        "inference_tp_size, parts that ranks share; generate refuses more than max_out_tokens, prompt included.",
     ),
 }
 

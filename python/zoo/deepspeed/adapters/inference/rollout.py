@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,15 +78,22 @@ class HybridEngineRollout(RolloutEngine):
         prompts = [ids[seen].cpu() for ids, seen in zip(request.prompt_ids, real, strict=True) for _ in range(times)]
         training = [one for one in module.modules() if one.training]
         module.eval()
+        shared, slots = getattr(self.engine, "rollout", None), sampling.continuous_batch_size
+        how: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "end": self._ends(), "logprobs": True}
         try:
-            self._inject(module)
-            answers, said = generate(
-                module, prompts, max_new_tokens=sampling.max_new_tokens, sampling=drawn, end=self._ends(),
-                slots=sampling.continuous_batch_size or min(SLOTS, max(len(prompts), 1)), logprobs=True,
-            )  # fmt: skip
+            if shared is None:
+                self._inject(module)
+                slots = slots or min(SLOTS, max(len(prompts), 1))
+                answers, said = generate(module, prompts, sampling=drawn, slots=slots, **how)
+            else:  # the ranks that share a model draw by one seed
+                drawn = replace(drawn, seed=shared.group.broadcast_object(drawn.seed))
+                answers, said = shared.generate(prompts, sampling=drawn, slots=slots or SLOTS, **how)
             report = getattr(getattr(self.engine, "engine", None), "report", None)
             if report is not None and self.measures_gap:  # where ranks have parts of the parameters, on all of them
-                found = gap(said[:1], score(module, prompts[:1], answers[:1]))
+                scores = score(module, prompts[:1], answers[:1]) if shared is None else shared.score(
+                    prompts[:1], answers[:1]
+                )  # fmt: skip
+                found = gap(said[:1], scores)
                 if answers:
                     report("rollout/logprob_gap", found.mean)
                     report("rollout/logprob_gap_most", found.most)
