@@ -92,19 +92,14 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def leave(self) -> None:
         """Be active no more, whatever was made active after it: that stays so."""
         above: list[Any] = []
+        plain: Any = TorchDispatchMode  # takes off and puts on, with what torch notes of it, and nothing of a subclass
         while (top := modes._get_current_dispatch_mode()) is not None and top is not self:
             above.append(top)
-            if isinstance(top, OperatorCounter):
-                top.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            else:  # its own way out may do more than that
-                modes._pop_mode()
+            plain.__exit__(top, None, None, None)
         if top is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for one in reversed(above):
-            if isinstance(one, OperatorCounter):
-                one.__enter__()  # type: ignore[no-untyped-call]
-            else:
-                modes._push_mode(one)
+            plain.__enter__(one)
 
 
 def _takes_apart(kind: type) -> bool:

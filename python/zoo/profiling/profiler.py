@@ -323,11 +323,22 @@ def _has_device() -> bool:
     return bool(torch.accelerator.is_available())
 
 
+_stances: list[Any] = []
+"""What brings torch.compile's stance back; one entry for each profiler that is on, and they stop in any order."""
+
+
 @contextlib.contextmanager
 def _as_written() -> Iterator[None]:
-    """What torch.compile has compiled runs uncompiled, where it is in use at all."""
+    """What torch.compile has compiled runs uncompiled, where it is in use at all, until the last profiler stops."""
     if not _COMPILE & sys.modules.keys():
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    _stances.append(_stances[0] if _stances else torch.compiler.set_stance("force_eager"))
+    if len(_stances) == 1:
+        _stances[0].__enter__()
+    try:
         yield
+    finally:
+        stance = _stances.pop()
+        if not _stances:
+            stance.__exit__(None, None, None)

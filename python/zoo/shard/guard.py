@@ -166,7 +166,8 @@ def _get_grad(self: Any) -> torch.Tensor | None:
     found = bucket.gradients.visible(self._zoo_slot)
     if not isinstance(found, PartitionedGradient) or not bucket.placements.states.is_split:
         return found  # type: ignore[no-any-return]  # what every rank updates, programs count on, and are told
-    return found if bucket.owner().reads.gradients else None
+    owner = bucket.owner()  # of a model whose optimizer is gone there is none
+    return found if owner is None or owner.reads.gradients else None
 
 
 def _set_grad(self: Any, value: torch.Tensor | None) -> None:
