@@ -44,7 +44,7 @@ def test_generate_takes_it(family: str, injected: bool, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@examples(times=3)
+@examples(times=0.3, quick=1)
 @given(
     layers=st.integers(1, 4), cuts=st.lists(st.integers(1, 5), min_size=1, max_size=8), data=st.data(),
     dtype=st.sampled_from([None, torch.bfloat16]),

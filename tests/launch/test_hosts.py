@@ -15,7 +15,7 @@ NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,7}", fullmatch=True)
 FILES = st.dictionaries(NAMES, st.integers(1, 8), min_size=1, max_size=5)
 
 
-@examples(times=20)
+@examples(times=1)
 @given(FILES, st.data())
 def test_a_file_of_hosts_gives_back_what_was_written(there: dict[str, int], data: st.DataObject) -> None:
     lines = []
@@ -49,7 +49,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         hosts.read_hostfile(tmp_path / "none")
 
 
-@examples(times=20)
+@examples(times=1)
 @given(FILES, st.data())
 def test_what_include_takes_exclude_leaves(there: dict[str, int], data: st.DataObject) -> None:
     """The two filters part the slots: none is in both, none is lost."""

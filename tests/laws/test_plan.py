@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.pipe.test_engine import batches, engine_of
 from tests.pipe.test_training import Case as Pipeline
 from tests.pipe.test_training import cases as pipelines
+from tests.profiles import examples
 from tests.shard.runtime import micro_batches
 from tests.zero.test_window_forecast import drives_of
 
@@ -115,6 +116,7 @@ def test_a_step_is_planned_recorded_and_simulated_alike(case: Case, stage: int, 
         assert sum(c.flops for c in work) == planned.flops > 0
 
 
+@examples(times=0.3, quick=1)
 @given(micro_batches.cases())
 @example(micro_batches.Case(stage=3, max_bytes=500, prefetch=0, keep=0))
 @example(micro_batches.Case(stage=3, world=4, hpz=True, max_bytes=0, shared=True, nested=True, host=True))
@@ -138,6 +140,7 @@ def test_a_window_is_planned_as_it_is_recorded(case: micro_batches.Case) -> None
     sim.run(case.world, fn, seed=case.seed)
 
 
+@examples(times=0.5, quick=1)
 @given(case=families.cases(), early=st.booleans())
 @example(families.Case(options=(("zero_hpz_partition_size", 2), ("max_live_parameters", 0))), False)
 def test_experts_tiers_and_groups_are_planned_as_they_are_recorded(case: families.Case, early: bool) -> None:
@@ -156,6 +159,7 @@ def test_experts_tiers_and_groups_are_planned_as_they_are_recorded(case: familie
     sim.run(case.world, fn, seed=case.seed)
 
 
+@examples(times=0.15, quick=1)
 @given(case=pipelines(), max_bytes=st.sampled_from([None, 0, 600, 10**6]), reduce=st.sampled_from(["once", "each"]))
 @example(Pipeline(schedule="zb_v", data=2, stage=3), 600, "once")
 @example(Pipeline(schedule="interleaved_1f1b", data=2, stage=3, pipe=2), 10**6, "each")

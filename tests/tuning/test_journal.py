@@ -13,7 +13,7 @@ from zoo.tuning import Journal, JournalError
 from zoo.tuning.journal import put_aside, read
 
 
-@examples(times=10)
+@examples(times=1)
 @given(number=st.integers(1, 6), data=st.data())
 def test_a_journal_cut_anywhere_has_every_whole_event(
     number: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
