@@ -166,9 +166,7 @@ def test_one_of_three_hosts_is_lost_and_training_goes_on_with_the_same_losses(tm
     expected = losses(job.said)
     arguments = [*hosts(many, "127.0.0.1", "127.0.0.2", "127.0.0.3"), "--max-restarts", "1", "--min-nodes", "2"]
     with launched(many, *arguments, "SCRIPT", str(many), "80", script=TRAIN) as job:
-        began = time.time()
         ranks = job.wait_for_ranks(3)
-        first_start_s = time.time() - began  # mostly the import of torch, which a busy machine makes longer
         time.sleep(1)
         lost_at = time.time()
         os.kill(job.above(job.above(ranks[2])), signal.SIGKILL)
@@ -180,7 +178,7 @@ def test_one_of_three_hosts_is_lost_and_training_goes_on_with_the_same_losses(tm
         {step: loss for step, (_, loss, _) in expected.items()}, rel=1e-6
     )
     again_s = min(moment for world, _, moment in found.values() if world == 2) - lost_at
-    assert again_s < max(30, first_start_s + 15)
+    assert again_s < 30
 
 
 @pytest.mark.slow
