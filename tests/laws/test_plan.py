@@ -164,6 +164,7 @@ def test_experts_tiers_and_groups_are_planned_as_they_are_recorded(case: familie
 @example(Pipeline(schedule="zb_v", data=2, stage=3), 600, "once")
 @example(Pipeline(schedule="interleaved_1f1b", data=2, stage=3, pipe=2), 10**6, "each")
 @example(Pipeline(data=2, stage=2, tied=True), None, "each")
+@example(Pipeline(schedule="zb_v", pipe=3, data=1, stage=0, num_micro=1, num_blocks=4, tied=True), None, "once")
 def test_a_batch_of_a_pipeline_is_planned_as_it_is_recorded(
     case: Pipeline, max_bytes: int | None, reduce: Any
 ) -> None:  # fmt: skip

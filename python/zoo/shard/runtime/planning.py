@@ -326,7 +326,9 @@ class Repeater(Recorder):
     def _next(self, moment: str, unit: str) -> tuple[int, int]:
         if self._at < len(self._like):
             action = self._like[self._at]
-            if action.kind is Kind.COMPUTE and (action.moment.value, action.unit) == (moment, unit):
+            of_another = not action.context.startswith("pass ") and action.context != self._place[1]  # micro-batch
+            here = (action.moment.value, action.unit) == (moment, unit) and not of_another
+            if action.kind is Kind.COMPUTE and here:  # else nothing is computed here, such as a look into a table
                 self._at += 1
                 return action.flops, action.num_bytes
         return 0, 0
