@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -33,6 +34,18 @@ class Spread:
         """``median (min–max)``."""
         middle, low, high = (f"{v * factor:.{digits}f}" for v in (self.median, min(self.values), max(self.values)))
         return f"{middle} ({low}–{high})"
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Order statistics that hold the true median with this confidence; the range where there are too few values."""
+    ordered, n = sorted(values), len(values)
+    outside, cut = 0.0, 0
+    for k in range((n - 1) // 2):
+        outside += 2 * math.comb(n, k) * 0.5**n
+        if outside > 1 - confidence:
+            break
+        cut = k + 1
+    return ordered[max(cut - 1, 0)], ordered[n - max(cut, 1)]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

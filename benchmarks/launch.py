@@ -1,6 +1,7 @@
 """Starts contenders in fresh processes and brings back what each rank wrote; and what these processes do.
 
-A worker is a module that ends with ``answer(measure)``: ``measure(spec, rank)`` gives the figures of one rank.
+A worker is a module that ends with ``answer(measure)``: ``measure(spec, rank)`` gives the figures of one rank. What a
+spec has as "variables" goes to the rank's environment first.
 :func:`run_ranks` runs it once a rank, :class:`Server` forks its ranks from one process, :func:`start` runs a command
 line whose rank 0 prints JSON.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT
+from benchmarks.turns import leave
 
 
 class ContenderError(RuntimeError):
@@ -201,7 +203,10 @@ def _answer(measure: Measure, spec: dict[str, Any], out: Path, *, joins: bool) -
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=size)
-    (out / f"rank{rank}.json").write_text(json.dumps(measure(spec, rank)))
+    os.environ.update(spec.pop("variables", {}))
+    figures = measure(spec, rank)
+    leave()
+    (out / f"rank{rank}.json").write_text(json.dumps(figures))
     if joins:
         dist.barrier()
     sys.stdout.flush()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.checkpointing.contenders import CONTENDERS, Contender, State
 from benchmarks.launch import answer
 from benchmarks.process import reset_peak, status_bytes
+from benchmarks.turns import turn
 
 NUM_TENSORS = 100
 
@@ -34,14 +35,16 @@ def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = []
     order = list(made)
     for number in range(spec["rounds"]):
-        figures: dict[str, Any] = {"the disk": _disk(folder, sum(t.nbytes for t in state.values()), rank)}
+        with turn():
+            figures: dict[str, Any] = {"the disk": _disk(folder, sum(t.nbytes for t in state.values()), rank)}
         for name in order[number % len(order) :] + order[: number % len(order)]:
-            figures[name] = _turn(made[name], state, folder / "one", rank)
+            with turn():
+                figures[name] = _round(made[name], state, folder / "one", rank)
         rounds.append(figures)
     return {"rounds": rounds, "left_out": left_out}
 
 
-def _turn(contender: Contender, state: State, folder: Path, rank: int) -> dict[str, float]:
+def _round(contender: Contender, state: State, folder: Path, rank: int) -> dict[str, float]:
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from benchmarks.moe.contenders import NotMeasuredError, deepspeed_layer, zoo_layer
 from benchmarks.moe.shapes import Shape, Weights, choices, gradient, tokens
 from benchmarks.moe.speed import Step, step_of, tolerance
+from benchmarks.turns import turn
 
 Tensor = torch.Tensor
 Layer = Callable[[Tensor], Tensor]
@@ -84,17 +85,18 @@ def measure(shape: Shape, routing: str, rounds: int, names: list[str], rank: int
             error = float((outputs[name] - outputs["zoo"]).norm() / outputs["zoo"].norm())
             assert error <= tolerance(shape), f"{name}: the output differs by {error:.2g} of its norm"
     seconds: dict[str, dict[str, list[float]]] = {name: {"cpu": [], "wall": []} for name in steps}
-    for turn in range(-1, rounds):
-        for name in list(steps)[turn % len(steps) :] + list(steps)[: turn % len(steps)]:
+    for number in range(-1, rounds):
+        for name in list(steps)[number % len(steps) :] + list(steps)[: number % len(steps)]:
             if name in logs:
                 logs[name].reset()
-            dist.barrier()
-            began, cpu_began = time.perf_counter(), time.process_time()
-            steps[name]()
-            cpu, wall = time.process_time() - cpu_began, time.perf_counter() - began
+            with turn():
+                dist.barrier()
+                began, cpu_began = time.perf_counter(), time.process_time()
+                steps[name]()
+                cpu, wall = time.process_time() - cpu_began, time.perf_counter() - began
             if name in logs:
                 bytes_sent[name] = [logs[name].wire_bytes, expected]
-            if turn >= 0:
+            if number >= 0:
                 seconds[name]["cpu"].append(cpu)
                 seconds[name]["wall"].append(wall)
     return {"shape": shape.record(), "routing": routing, "left_out": left_out, "seconds": seconds, "bytes": bytes_sent}

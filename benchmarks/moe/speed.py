@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from benchmarks.moe.contenders import BARE, CONTENDERS, NotMeasuredError, yardsticks
 from benchmarks.moe.shapes import Shape, Weights, gradient, tokens
+from benchmarks.turns import turn
 from torch import nn
 
 Tensor = torch.Tensor
@@ -88,21 +89,22 @@ class Built:
 def interleaved(steps: dict[tuple[str, str], Step], rounds: int) -> dict[tuple[str, str], dict[str, list[float]]]:
     """CPU and wall seconds; the order within a round rotates. What is very slow gets a single round.
 
-    A turn is two steps, of which the second one counts: in training a layer finds caches and free memory as the same
+    A part is two steps, of which the second one counts: in training a layer finds caches and free memory as the same
     model has left them, not as another implementation has.
     """
     keys = list(steps)
     seconds: dict[tuple[str, str], dict[str, list[float]]] = {key: {"cpu": [], "wall": []} for key in keys}
-    for turn in range(-1, rounds):  # the first one warms up
-        for key in keys[turn % len(keys) :] + keys[: turn % len(keys)]:
-            if turn > 0 and seconds[key]["cpu"][0] > SLOW * seconds["even", BARE]["cpu"][0]:
+    for number in range(-1, rounds):  # the first one warms up
+        for key in keys[number % len(keys) :] + keys[: number % len(keys)]:
+            if number > 0 and seconds[key]["cpu"][0] > SLOW * seconds["even", BARE]["cpu"][0]:
                 continue
-            if turn >= 0:
+            with turn():
+                if number >= 0:
+                    steps[key]()
+                began, cpu_began = time.perf_counter(), time.process_time()
                 steps[key]()
-            began, cpu_began = time.perf_counter(), time.process_time()
-            steps[key]()
-            cpu, wall = time.process_time() - cpu_began, time.perf_counter() - began
-            if turn >= 0:
+                cpu, wall = time.process_time() - cpu_began, time.perf_counter() - began
+            if number >= 0:
                 seconds[key]["cpu"].append(cpu)
                 seconds[key]["wall"].append(wall)
         gc.collect()

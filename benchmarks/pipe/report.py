@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import facts, table, write_page
+from benchmarks.common import facts, interval, table, write_page
 from benchmarks.pipe.contenders import BOTH, CONTENDERS, SERIAL
 from benchmarks.pipe.model import Shape
 from benchmarks.pipe.timeline import compare, own_ratios
-from benchmarks.zero.compare import interval
 
 PAGE = Path(__file__).with_name("RESULTS.md")
 MIB = 2**20

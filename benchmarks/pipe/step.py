@@ -10,6 +10,7 @@ import torch.distributed as dist
 from benchmarks.pipe.contenders import BOTH, CONTENDERS, SERIAL, NotMeasuredError, Step
 from benchmarks.pipe.model import Shape
 from benchmarks.process import reset_peak, status_bytes, warm_up
+from benchmarks.turns import turn
 from torch.profiler import ProfilerActivity, profile
 
 NUM_CHECKED = 2
@@ -29,7 +30,7 @@ def measure(shape: Shape, rounds: int, names: list[str], rank: int) -> dict[str,
             left_out[name] = str(error)
     taken = dict.fromkeys(steps, 0)
 
-    def turn(name: str) -> tuple[float, float, float | None]:
+    def timed(name: str) -> tuple[float, float, float | None]:
         data = shape.data(taken[name])
         taken[name] += 1
         dist.barrier()
@@ -39,13 +40,14 @@ def measure(shape: Shape, rounds: int, names: list[str], rank: int) -> dict[str,
         loss = steps[name](data)
         return time.process_time() - cpu, time.perf_counter() - wall, loss
 
-    losses = {name: [turn(name)[2] for _ in range(NUM_CHECKED)] for name in steps}
+    losses = {name: [timed(name)[2] for _ in range(NUM_CHECKED)] for name in steps}
     seconds: dict[str, dict[str, list[float]]] = {name: {"cpu": [], "wall": []} for name in steps}
     order = list(steps)
     for number in range(rounds):
         for name in order[number % len(order) :] + order[: number % len(order)]:
-            turn(name)  # caches and free memory are then as a step of the same contender leaves them
-            cpu, wall, _ = turn(name)
+            with turn():
+                timed(name)  # caches and free memory are then as a step of the same contender leaves them
+                cpu, wall, _ = timed(name)
             seconds[name]["cpu"].append(cpu / 2 if name == BOTH else cpu)
             seconds[name]["wall"].append(wall)
     dist.barrier()

@@ -1,23 +1,19 @@
-"""A GPT of any shape under DDP and under zoo at stages 0 to 3, and under zoo of another checkout, in the same rounds.
+"""A GPT of any shape under DDP and under zoo at stages 0 to 3, in the same rounds.
 
 ::
 
     python -m benchmarks.zero.compare                                  # 12 layers x 256, 2 ranks, 7 rounds
     python -m benchmarks.zero.compare --layers 4 --width 512 --batch 2
-    python -m benchmarks.zero.compare --other ../zoo-before            # two commits in one interleaved run
-    python -m benchmarks.zero.compare --what tiny1 host --other ../zoo-before
+    python -m benchmarks.zero.compare --what tiny1 host
 
-A round runs every contender once, in fresh processes, with the two checkouts right after each other; which of the two
-is first changes from round to round. CPU time is user + system of the ranks' processes. Ratios are taken within a
-round; tables show medians, and of the ratio of two checkouts the interval that holds the true median with 95 %.
+A round runs every contender once, in fresh processes. CPU time is user + system of the ranks' processes. Ratios are
+taken within a round; tables show medians. Two commits are compared by ``python -m benchmarks.commits``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +27,6 @@ from benchmarks.zero.workloads import WORKER
 CONTENDERS = ("ddp", "zoo0", "zoo1", "zoo2", "zoo3")
 WHATS = ("gpt", "tiny1", "tiny2", "host")
 TARGETS = {"zoo1": 1.0, "zoo2": 1.0, "zoo3": 1.2}
-THIS, OTHER = "this", "other"
 KEYS = (("cpu_s", "CPU"), ("wall_s", "wall"))
 Rounds = list[dict[str, list[dict[str, Any]]]]
 
@@ -51,34 +46,21 @@ def specs(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], int]]
                 yield f"{what} {name}", spec, int(what[-1])
 
 
-def variables(checkout: Path | None) -> dict[str, str]:
-    """What makes a worker use zoo of another checkout; the benchmark itself stays this one."""
-    if checkout is None:
-        return {}
-    if not (checkout / "python" / "zoo" / "zero").is_dir():
-        raise SystemExit(f"--other {checkout}: no checkout of zoo (there is no python/zoo/zero in it).")
-    return {"PYTHONPATH": os.pathsep.join([str(ROOT), str(checkout / "python")])}
-
-
 def measure(args: argparse.Namespace) -> Rounds:
-    """All rounds: ``rounds[i][f"{which checkout} {name}"]`` is a list with one dict a rank."""
-    other = args.other.resolve() if args.other is not None else None
-    servers = {THIS: Server(WORKER), OTHER: Server(WORKER, variables(other))}
+    """All rounds: ``rounds[i][name]`` is a list with one dict a rank."""
+    server = Server(WORKER)
     rounds: Rounds = []
     for number in range(args.rounds):
         figures: dict[str, list[dict[str, Any]]] = {}
         rounds.append(figures)
         for name, spec, size in specs(args):
-            both = [THIS] if other is None or name.endswith("ddp") else [THIS, OTHER]
-            for which in both if number % 2 else reversed(both):
-                print(f"\rround {number + 1}/{args.rounds} {which} {name:<12}", end="", file=sys.stderr, flush=True)
-                try:
-                    figures[f"{which} {name}"] = servers[which].run(spec, size)
-                except ContenderError as error:
-                    print(f"\n{which} {name} failed: {error}", file=sys.stderr, flush=True)
+            print(f"\rround {number + 1}/{args.rounds} {name:<12}", end="", file=sys.stderr, flush=True)
+            try:
+                figures[name] = server.run(spec, size)
+            except ContenderError as error:
+                print(f"\n{name} failed: {error}", file=sys.stderr, flush=True)
         keep(rounds, args.raw)
-    for server in servers.values():
-        server.close()
+    server.close()
     print(file=sys.stderr)
     return rounds
 
@@ -93,50 +75,26 @@ def ratios(rounds: Rounds, over: str, under: str, key: str) -> list[float]:
     return [mean_of(r[over], key) / mean_of(r[under], key) for r in rounds if over in r and under in r]
 
 
-def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Order statistics that hold the true median with this confidence; the range where there are too few values."""
-    ordered, n = sorted(values), len(values)
-    outside, cut = 0.0, 0
-    for k in range((n - 1) // 2):
-        outside += 2 * math.comb(n, k) * 0.5**n
-        if outside > 1 - confidence:
-            break
-        cut = k + 1
-    return ordered[max(cut - 1, 0)], ordered[n - max(cut, 1)]
-
-
 def _against_ddp(rounds: Rounds, what: str) -> str:
-    found, names = f"{THIS} {what}", sorted({name for figures in rounds for name in figures})
+    names = sorted({name for figures in rounds for name in figures})
     rows = []
-    for name in [n for n in names if n.split()[1] == what]:
-        cells = [name.split()[2] if name.startswith(found) else f"{name.split()[2]}, {OTHER}"]
+    for name in [n for n in names if n.split()[0] == what]:
+        cells = [name.split()[1]]
         unit = 1e6 if what == "host" else 1e3
         for key, _ in KEYS:
             cells.append(Spread(tuple(mean_of(r[name], key) for r in rounds if name in r)).text(1, unit))
         for key, _ in KEYS:
-            values = ratios(rounds, name, f"{found} ddp", key)
+            values = ratios(rounds, name, f"{what} ddp", key)
             cells.append(Spread(tuple(values)).text(3) if values else "")
         rows.append(cells)
     return table([what, "CPU ms (host: µs a unit)", "wall", "CPU, x DDP", "wall, x DDP"], rows)
-
-
-def _against_other(rounds: Rounds) -> str:
-    rows = []
-    for name in sorted({name for figures in rounds for name in figures if name.startswith(OTHER)}):
-        cells = [name.removeprefix(f"{OTHER} ")]
-        for key, _ in KEYS:
-            values = ratios(rounds, f"{THIS} {cells[0]}", name, key)
-            low, high = interval(values)
-            cells.append(f"{statistics.median(values):.3f} [{low:.3f}, {high:.3f}]")
-        rows.append(cells)
-    return table(["this / other", "CPU", "wall"], rows) if rows else ""
 
 
 def _targets(rounds: Rounds) -> str:
     lines = []
     for name, limit in TARGETS.items():
         for key, shown in KEYS:
-            values = ratios(rounds, f"{THIS} gpt {name}", f"{THIS} gpt ddp", key)
+            values = ratios(rounds, f"gpt {name}", "gpt ddp", key)
             if values:
                 middle = statistics.median(values)
                 verdict = "met" if middle <= limit else "missed"
@@ -146,9 +104,9 @@ def _targets(rounds: Rounds) -> str:
 
 def report(rounds: Rounds) -> str:
     """The tables."""
-    whats = [what for what in WHATS if any(name.split()[1] == what for figures in rounds for name in figures)]
+    whats = [what for what in WHATS if any(name.split()[0] == what for figures in rounds for name in figures)]
     parts = [_against_ddp(rounds, what) for what in whats]
-    return "\n\n".join(part for part in [*parts, _against_other(rounds), _targets(rounds)] if part)
+    return "\n\n".join(part for part in [*parts, _targets(rounds)] if part)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -158,7 +116,6 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--what", nargs="+", choices=WHATS, default=["gpt"], help="tiny1 and tiny2: 200 x Linear(64)")
     found.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    found.add_argument("--other", type=Path, default=None, help="another checkout, with its native extension built")
     found.add_argument("--rounds", type=int, default=7)
     found.add_argument("--budget", type=float, default=3.0, help="seconds of timed steps")
     found.add_argument("--ranks", type=int, default=2)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.turns import turn
 from benchmarks.zero.contenders import deepspeed_engine, import_deepspeed
 from benchmarks.zero.workloads import NUM_TINY, TINY_WIDTH, WORKLOADS
 from torch import nn
@@ -120,16 +121,23 @@ def _verify(model: nn.Sequential, forward: Forward, resident: Resident, x: torch
     return max(counts)
 
 
-def _time(forward: Forward, x: torch.Tensor) -> tuple[float, float]:
-    """(CPU, wall) seconds of a forward, medians over passes."""
+def _times(forward: Forward, x: torch.Tensor) -> dict[str, list[float]]:
+    """ "cpu" and "wall" seconds of each forward."""
     cpu, wall = [], []
     for i in range(NUM_WARMUP + NUM_PASSES):
-        cpu_start, wall_start = time.process_time(), time.perf_counter()
-        forward(x)
-        if i >= NUM_WARMUP:
-            cpu.append(time.process_time() - cpu_start)
-            wall.append(time.perf_counter() - wall_start)
-    return statistics.median(cpu), statistics.median(wall)
+        with turn():
+            cpu_start, wall_start = time.process_time(), time.perf_counter()
+            forward(x)
+            if i >= NUM_WARMUP:
+                cpu.append(time.process_time() - cpu_start)
+                wall.append(time.perf_counter() - wall_start)
+    return {"cpu": cpu, "wall": wall}
+
+
+def _time(forward: Forward, x: torch.Tensor) -> tuple[float, float]:
+    """(CPU, wall) seconds of a forward, medians over passes."""
+    times = _times(forward, x)
+    return statistics.median(times["cpu"]), statistics.median(times["wall"])
 
 
 @torch.no_grad()
@@ -173,5 +181,6 @@ def measure_unit(stage: int) -> dict[str, Any]:
             result.backward()
         return result
 
-    cpu, wall = _time(both, x)
-    return {"cpu_s": cpu / NUM_TINY, "wall_s": wall / NUM_TINY}
+    times = _times(both, x)
+    cpu, wall = (statistics.median(times[key]) / NUM_TINY for key in ("cpu", "wall"))
+    return {"cpu_s": cpu, "wall_s": wall, "by_step": times}

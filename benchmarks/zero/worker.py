@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.launch import answer
 from benchmarks.process import reset_peak, status_bytes, warm_up
+from benchmarks.turns import turn
 from benchmarks.zero.contenders import CONTENDERS
 from benchmarks.zero.workloads import Workload, workload_of
 
@@ -34,10 +35,11 @@ def measure_step(spec: dict[str, Any], rank: int) -> dict[str, Any]:
 
     def timed_step() -> None:
         batch = workload.batch(rank, len(losses))
-        cpu_start, wall_start = time.process_time(), time.perf_counter()
-        losses.append(step(batch))
-        cpu.append(time.process_time() - cpu_start)
-        wall.append(time.perf_counter() - wall_start)
+        with turn():
+            cpu_start, wall_start = time.process_time(), time.perf_counter()
+            losses.append(step(batch))
+            cpu.append(time.process_time() - cpu_start)
+            wall.append(time.perf_counter() - wall_start)
 
     for _ in range(workload.num_warmup):
         timed_step()
@@ -50,6 +52,7 @@ def measure_step(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     return {
         "cpu_s": sum(cpu) / num_steps,
         "wall_s": sum(wall) / num_steps,
+        "by_step": {"cpu": cpu, "wall": wall},
         "num_steps": num_steps,
         "rss_growth_bytes": peak - before,
         "losses": [float(loss) for loss in losses],

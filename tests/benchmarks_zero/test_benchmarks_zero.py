@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.common import ROOT
+from benchmarks import commits, turns
+from benchmarks.common import ROOT, interval
 from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.zero import compare, init, memory, traffic
 from benchmarks.zero.workloads import GPT, WORKER
@@ -112,29 +116,65 @@ def test_of_a_failure_the_last_line_is_shown() -> None:
 
 
 @pytest.mark.slow
-def test_a_comparison_runs_with_another_checkout_and_its_tables_say_what_the_rounds_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_of_a_comparison_say_what_the_rounds_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = {"layers": 1, "width": 16, "heads": 2, "context": 8, "budget": 0, "rounds": 1}
     given = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
     given += ["--contenders", "ddp", "zoo1", "--what", "gpt", "host"]
-    compare.main([*given, "--other", str(ROOT), "--raw", str(tmp_path / "raw.json")])
+    compare.main([*given, "--raw", str(tmp_path / "raw.json")])
     text = capsys.readouterr().out
-    for line in ("| gpt ", "| zoo1, other", "| host ", "| gpt zoo1 ", "zoo1: CPU at most 1.0 x DDP"):
+    for line in ("| gpt ", "| zoo1", "| host ", "zoo1: CPU at most 1.0 x DDP"):
         assert line in text
-    with pytest.raises(SystemExit, match="no checkout"):
-        compare.variables(tmp_path)
 
 
 def test_ratios_are_taken_within_rounds_and_their_interval_holds_the_median() -> None:
     def figures(cpu_s: float) -> list[dict[str, Any]]:
         return [{"cpu_s": cpu_s, "wall_s": 1.0}]
 
-    rounds = [{"this gpt zoo1": figures(2.0 * i), "other gpt zoo1": figures(1.0 * i)} for i in (1, 5, 9)]
-    assert compare.ratios([*rounds, {}], "this gpt zoo1", "other gpt zoo1", "cpu_s") == [2.0, 2.0, 2.0]
-    assert compare.interval([3.0, 1.0, 2.0]) == (1.0, 3.0)  # too few for 95 %: all of them
-    assert compare.interval([float(i) for i in range(1, 7)]) == (1.0, 6.0)
-    assert compare.interval([float(i) for i in range(1, 11)]) == (2.0, 9.0)
+    rounds = [{"gpt zoo1": figures(2.0 * i), "gpt ddp": figures(1.0 * i)} for i in (1, 5, 9)]
+    assert compare.ratios([*rounds, {}], "gpt zoo1", "gpt ddp", "cpu_s") == [2.0, 2.0, 2.0]
+    assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)  # too few for 95 %: all of them
+    assert interval([float(i) for i in range(1, 7)]) == (1.0, 6.0)
+    assert interval([float(i) for i in range(1, 11)]) == (2.0, 9.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topic", ["host", "pipe"])
+def test_two_checkouts_are_compared_step_by_step(
+    topic: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(ROOT), "--topics", topic, "--runs", "1", "--rounds", "2", "--raw", str(tmp_path / "raw.json")]
+    commits.main(given)
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if topic in line or "unit" in line]
+    assert rows
+    assert all(float(row[2].split()[0]) > 0 and int(row[4]) >= 2 for row in rows)
+
+
+def test_another_checkout_has_zoo_in_it(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no checkout"):
+        commits.variables(tmp_path)
+
+
+def test_two_jobs_take_turns_and_the_longer_one_ends_alone(tmp_path: Path) -> None:
+    turns.prepare(tmp_path, 1)
+    script = f"""
+import time
+from benchmarks.turns import leave, turn
+for number in range(NUMBER):
+    with turn():
+        with open({str(tmp_path / "log")!r}, "a") as log:
+            log.write("NAME")
+            log.flush()
+            time.sleep(0.01)
+            log.write("NAME ")
+leave()
+"""
+    jobs = []
+    for job, (name, number) in enumerate((("a", 3), ("b", 5))):
+        env = {**os.environ, **turns.variables(tmp_path, job, first=1), "RANK": "0", "PYTHONPATH": str(ROOT)}
+        source = script.replace("NAME", name).replace("NUMBER", str(number))
+        jobs.append(subprocess.Popen([sys.executable, "-c", source], env=env))
+    assert [job.wait(60) for job in jobs] == [0, 0]
+    assert (tmp_path / "log").read_text().split() == ["bb", "aa", "bb", "aa", "bb", "aa", "bb", "bb"]
 
 
 @pytest.mark.slow
