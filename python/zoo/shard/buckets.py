@@ -66,7 +66,8 @@ class Bucket:
         memory: of what comes and goes in every step.
         executor: gathers, releases and reduces it (:class:`zoo.shard.runtime.executor.Executor`, which knows buckets).
         source: where this rank's parameters are already, so that nothing is communicated; None: the values of rank 0.
-        label: for messages: the units whose parameters these are.
+        label: for messages: the units whose parameters these are. refusal: what is said to whoever touches the memory
+            of its parameters while that is gone.
         gone: what parameters that the model does not have any more are called (:meth:`logical`).
         owner: returns the ``ShardedModel`` it belongs to, or before that what ``Init`` has; None where that is gone.
         in_turn: gathers it after what other ranks need first, where they need other gathers; None where all need the
@@ -85,7 +86,7 @@ class Bucket:
         "a parameter of {label} (or a view of one) was touched while it is partitioned (ZeRO stage 3): only inside its "
         "unit's forward and backward is it whole."
     )
-    """What is wrong with touching the memory of its parameters while that is gone."""
+    """What is wrong with that, of the bucket that {label} names."""
 
     def __init__(
         self, index: int, spec: BucketSpec, placements: Placements, routes: Routes, memory: Memory, *,
@@ -117,7 +118,7 @@ class Bucket:
         self.partitioned = placements.parameters.is_split
         self._called = list(spec.names)
         self.gone: frozenset[str] = frozenset()
-        self.label = _label(spec.units)
+        self._name(spec.units)
         self.owner: Callable[[], Any] = _nobody
         self.on_refused: Callable[[Bucket, int], bool] | None = None
         self.in_turn: Callable[[Bucket], None] | None = None
@@ -216,7 +217,12 @@ class Bucket:
                 self._called[slot] = parameter._zoo_name = name  # type: ignore[attr-defined]
                 self.spec.logical[key] = logical(name)
         self.gone = frozenset(gone)
-        self.label = _label([units.get(unit, unit) for unit in self.spec.units])
+        self._name([units.get(unit, unit) for unit in self.spec.units])
+
+    def _name(self, units: Sequence[str]) -> None:
+        self.label = _label(units)
+        # Made here, because a gather needs them each time.
+        self.refusal, self.label_of_gathers = self.touched.format(label=self.label), f"parameters of {self.label}"
 
     def called(self, slot: int) -> str:
         """For messages: the name of a parameter in this rank's model as it is now; the latest, where it is gone."""

@@ -30,8 +30,7 @@ class Gathering:
         self, shard: RoleBuffer, full: torch.Tensor, own: tuple[int, int], *, route: Gather,
         secondary: torch.Tensor | None, label: str,
     ) -> None:  # fmt: skip
-        self._shard, self._full, self._route, self._label = shard, full, route, label
-        self._own = full[own[0] : own[1]]
+        self._shard, self._full, self._range, self._route, self._label = shard, full, own, route, label
         self._reading: tuple[Any, torch.Tensor] | None = None
         self._handle: Handle | None = None
         if secondary is not None:
@@ -44,6 +43,11 @@ class Gathering:
             self._handle = packed.start(full, self._label)
         else:
             self._from_tier()
+
+    @property
+    def _own(self) -> torch.Tensor:
+        """Where this rank's part is in the whole buffer."""
+        return self._full[self._range[0] : self._range[1]]
 
     def _send(self, values: torch.Tensor) -> None:
         self._handle = self._route.start(self._full, values, self._label)
@@ -77,9 +81,10 @@ class Gathering:
             # It may lie in the memory that is gathered into: that is written when what was sent has arrived.
             self._handle = self._shard.pack.over(read).to(self._full.device).start(self._full, self._label)
             return
-        if read.device != self._own.device:
-            self._own.copy_(read)
-        self._send(self._own)
+        own = self._own
+        if read.device != own.device:
+            own.copy_(read)
+        self._send(own)
 
     def finish(self) -> None:
         """Wait until the buffer is whole.

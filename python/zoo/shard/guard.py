@@ -337,7 +337,7 @@ class Guard:
         self._is_shown = False
         if self._bucket.parameter_class is None:
             self._class.__torch_function__ = _REFUSE
-            if not self._held:
+            if self._compiled and not self._held:
                 self._become(self._class)
 
     def show(self) -> None:
@@ -345,7 +345,7 @@ class Guard:
         self._is_shown = True
         if self._bucket.parameter_class is None:
             self._class.__torch_function__ = self._shown
-            if not self._held:
+            if self._compiled and not self._held:
                 self._become(CompiledParameter)
 
     def hold(self, held: bool) -> None:
@@ -360,7 +360,7 @@ class Guard:
 
     def close(self) -> None:
         """The memory is gone: refuse everything that shares it."""
-        refuse_storage(self._address, self._bucket.touched.format(label=self._bucket.label))
+        refuse_storage(self._address, self._bucket.refusal)
 
     def open(self) -> None:
         """There is memory again."""

@@ -6,10 +6,9 @@ refused to everybody; and *shown*, while somebody uses them. Legend: see ``bucke
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -114,10 +113,6 @@ class BucketParameters:
             self.bucket.roles[ORIGINAL] = self.bucket.new_originals()
             self.bucket.roles[ORIGINAL].set(came[low:high])
 
-    @property
-    def _label(self) -> str:
-        return f"parameters of {self.bucket.label}"
-
     # Whole -----------------------------------------------------------------------------------------------------------
 
     @property
@@ -138,9 +133,9 @@ class BucketParameters:
         shard, device = self.shard, self.full.device
         spare = self.bucket.memory.empty(self.full.numel(), self.full.dtype, device)
         if shard.pack is not None:
-            shard.pack.over(shard.stored()).to(device).start(spare, self._label).wait()
+            shard.pack.over(shard.stored()).to(device).start(spare, self.bucket.label_of_gathers).wait()
         else:
-            self.bucket.routes.gather.start(spare, shard.read().to(device), self._label).wait()
+            self.bucket.routes.gather.start(spare, shard.read().to(device), self.bucket.label_of_gathers).wait()
 
     def start(self, *, exact: bool = False) -> None:
         """Start gathering what is sharded, on all ranks."""
@@ -152,21 +147,20 @@ class BucketParameters:
         self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
         near = self.secondary if routes.secondary is not None and not (exact and self.rounds) else None
         route = routes.secondary if near is not None and routes.secondary is not None else self._route
-        with self._freed_if_lost():
+        bucket = self.bucket
+        try:
             self._gathering = Gathering(
-                self.shard, self.full, self.bucket.own_range, route=route, secondary=near, label=self._label
+                self.shard, self.full, bucket.own_range, route=route, secondary=near, label=bucket.label_of_gathers
             )
+        except OffloadError:
+            self._lose()
+            raise
         self.presence = _UNSHARDING
 
-    @contextlib.contextmanager
-    def _freed_if_lost(self) -> Iterator[None]:
+    def _lose(self) -> None:
         """What NVMe does not give leaves nothing that is valid."""
-        try:
-            yield
-        except OffloadError:
-            self._gathering = None
-            self.free()
-            raise
+        self._gathering = None
+        self.free()
 
     @property
     def rounds(self) -> bool:
@@ -203,8 +197,11 @@ class BucketParameters:
     def advance(self) -> None:
         """See :meth:`Gathering.advance`."""
         if self._gathering is not None:
-            with self._freed_if_lost():
+            try:
                 self._gathering.advance()
+            except OffloadError:
+                self._lose()
+                raise
 
     def finish(self) -> None:
         """Wait for the gather that is under way."""
@@ -212,8 +209,11 @@ class BucketParameters:
             raise self._cannot("waiting for a gather of the parameters", _UNSHARDING)
         gathering, self._gathering, self.presence = self._gathering, None, _SHARDED  # unless it ends well
         if gathering is not None:
-            with self._freed_if_lost():
+            try:
                 gathering.finish()
+            except OffloadError:
+                self._lose()
+                raise
         self.presence = _HIDDEN
 
     def keep_part(self) -> None:
@@ -285,7 +285,7 @@ class BucketParameters:
     def publish(self) -> Handle:
         """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
         low, high = self.bucket.own_range
-        return self.bucket.shard_group.all_gather(self.full, self.full[low:high], label=self._label)
+        return self.bucket.shard_group.all_gather(self.full, self.full[low:high], label=self.bucket.label_of_gathers)
 
     # One parameter, one chunk -----------------------------------------------------------------------------------------
 
