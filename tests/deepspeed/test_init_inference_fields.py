@@ -187,7 +187,6 @@ def test_layers_are_packed_by_their_names() -> None:
         ({"quant": {"weight": {"post_init_quant": {"mlp": 4}}}}, ConfigError, "it takes num_bits"),
         ({"quant": {"weight": {"post_init_quant": {"mlp": {"group_dim": 0}}}}}, ConfigError, "along rows, dim 1"),
         ({**INT8, "save_mp_checkpoint_path": "x"}, ConfigError, "codes are none; save with another dtype before"),
-        ({**INT8, "tp": {"tp_size": 2}}, NotImplementedError, "a layer that is cut has no codes"),
     ],
 )  # fmt: skip
 def test_quantisation_that_cannot_be(fields: Any, error: type[Exception], told: str) -> None:

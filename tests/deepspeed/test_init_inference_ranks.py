@@ -36,6 +36,11 @@ def whole(family: str = "Llama") -> Any:
     return model_of("Llama") if family == "Llama" else small(family).eval()
 
 
+def wide() -> Any:
+    """With parts of whole groups of 32."""
+    return model_of("Llama", hidden_size=64, intermediate_size=128, head_dim=16)
+
+
 def empty() -> Any:
     with parameters_on_meta():
         return transformers.LlamaForCausalLM(whole().config)
@@ -59,6 +64,33 @@ def test_ranks_generate_what_one_does(family: str, injects: bool) -> None:
         assert torch.equal(words(again), expected)
         with pytest.raises(ConfigError, match=r"split over the ranks \[0, 1\] already, and tensor_parallel asks for 1"):
             deepspeed.init_inference(model, **FP32)
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("injects", [False, True])
+def test_ranks_with_parts_in_codes_generate_what_one_with_all_codes_does(injects: bool) -> None:
+    given = {"dtype": torch.int8, "kernel_inject": injects, "quant": {"weight": {"q_groups": 1}}}
+    alone = deepspeed.init_inference(wide(), **given)
+    ids = prompts()["input_ids"]
+    expected = alone(ids).logits
+
+    def fn(rank: int) -> None:
+        engine = deepspeed.init_inference(wide(), **given, tp={"tp_size": 2})
+        assert set(engine.not_packed) == set(alone.not_packed)
+        torch.testing.assert_close(engine(ids).logits, expected, rtol=1e-3, atol=1e-4)
+        assert torch.equal(words(engine), words(alone))
+
+    sim.run(2, fn)
+
+
+def test_what_one_rank_cannot_pack_no_rank_does() -> None:
+    def fn(rank: int) -> None:
+        model = wide()
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight[0, -1] = float("nan")  # in the part of rank 1
+        with pytest.raises(ValueError, match=r"mlp\.down_proj has NaN"):
+            deepspeed.init_inference(model, dtype=torch.int8, tp={"tp_size": 2})
 
     sim.run(2, fn)
 
@@ -236,7 +268,7 @@ def test_features_are_dealt_in_multiples_of_the_grain() -> None:
         assert sizes == [(128, 64)[rank], (32, 16)[rank], 24]
         model = model_of("Llama", intermediate_size=48)
         with pytest.raises(ValueError, match="multiples of 32"):
-            deepspeed.init_inference(model, tp={"tp_size": 2, "tp_grain_size": 32})
+            deepspeed.init_inference(model, tp={"tp_size": 2})
         assert model.dtype is torch.float32
 
     sim.run(2, fn)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from zoo import sim
 from zoo.inject import decoder, detach, inject
 from zoo.inject.decoder import Decoder
 from zoo.kernels import loading
+from zoo.nn import PackedLinear, pack_linears
 from zoo.tensor import plan_of, split
 from zoo.tensor.proof import exact
 
@@ -89,6 +92,51 @@ def test_a_token_of_a_split_layer_is_three_calls(options: dict[str, Any], monkey
     for found, expected in zip(ranks[0], tokens(model_of("Llama", torch.float32, **options)), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert all(map(torch.equal, *ranks))
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
+UNEVEN_WIDE = {**WIDE, **UNEVEN, "hidden_size": 144, "head_dim": 16}
+CODED = [("Llama", 2, WIDE), ("Qwen2", 2, WIDE), ("Llama", 2, UNEVEN_WIDE), ("Phi3", 2, WIDE)]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("case", CODED, ids=str)
+def test_parts_in_codes_compute_what_the_whole_model_in_codes_does(
+    case: tuple[str, int, dict[str, Any]], bits: int
+) -> None:
+    family, degree, options = case
+
+    def coded(model: Any) -> Any:
+        left = pack_linears(model, bits=bits, group_size=16)
+        assert not left
+        return model
+
+    def fn(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        mesh = init_device_mesh("cpu", (1, degree), mesh_dim_names=("data", "tensor"))
+        model = model_of(family, torch.float32, **options)
+        split(model, plan_of(model), mesh, training=False)
+        coded(model)
+        packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+        assert len(packed) == len([m for m in whole.modules() if isinstance(m, PackedLinear)])
+        assert sum(m.q.numel() for m in packed) < 0.8 * num_codes
+        found = [computed(model, "left")]
+        copied = copy.deepcopy(model)
+        assert not inject(model).refused
+        found += [computed(model, side) for side in ("left", "right")]
+        assert torch.equal(computed(copied, "left")[0], found[0][0])
+        with pytest.raises(NotImplementedError, match="not pickled"):
+            pickle.dumps(packed[0])
+        return found
+
+    whole = coded(model_of(family, torch.float32, **options))
+    num_codes = sum(m.q.numel() for m in whole.modules() if isinstance(m, PackedLinear))
+    expected = {side: computed(whole, side) for side in ("left", "right")}
+    for found in sim.run(degree, fn):
+        for side, (logits, words) in zip(("left", "left", "right"), found, strict=True):
+            seen = prompts(side)["attention_mask"].bool()
+            # Sums of 2 parts in fp32, of some hundred terms each.
+            torch.testing.assert_close(logits[seen], expected[side][0][seen], rtol=1e-3, atol=1e-4)
+            assert torch.equal(words, expected[side][1])
 
 
 def test_what_one_rank_refuses_all_do() -> None:

@@ -260,7 +260,7 @@ def _knows_positions(positions: Any, x: Tensor) -> bool:
 def _product(pieces: Pieces, x: Tensor, matrices: tuple[Matrix, ...], *, thin: bool, invariant: bool) -> Tensor:
     """Of x and several matrices. As many tokens are multiplied by torch, and parts of matrices by those who have split
     them; codes by their kernel."""
-    joined = pieces.joint.get(matrices)
+    joined = None if pieces.split else pieces.joint.get(matrices)  # parts have more to do than their product
     if joined is not None and joined.intact():
         return by_codes(x, joined.weight, joined.bias(), joined.activations, invariant=invariant)
     dense = [one for one in matrices if not isinstance(one, PackedLinear)]

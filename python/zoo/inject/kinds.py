@@ -185,7 +185,7 @@ class Pieces:
         parts = [part for one in matrices if (part := part_of(one)) is not None]
         if any(part.turned or part.rows or part.sizes or part.scatter or part.region.pieces > 1 for part in parts):
             return None
-        if any(part.take for part in parts) and matrices is not self.qkv:
+        if any(part.take for part in parts) and (matrices is not self.qkv or isinstance(matrices[0], PackedLinear)):
             return None
         if not isinstance(matrices[0], PackedLinear):
             if len(matrices) > 1 and any(isinstance(one, PackedLinear) for one in matrices):
@@ -200,10 +200,11 @@ class Pieces:
         joint = self.joint.get(matrices)
         if joint is not None and joint.intact():
             return Product.of_codes(joint.weight, joint.bias(), activations=joint.activations)
-        only = matrices[0]
+        only: Any = matrices[0]
         if len(matrices) > 1 or only.left is not None:
             return None
-        return Product.of_codes(only.packed, only.bias, activations=only.activations)
+        bias = None if isinstance(only, Row) else only.bias
+        return Product.of_codes(only.packed, bias, activations=only.activations)
 
     @cached_property
     def order(self) -> torch.Tensor | None:
@@ -211,7 +212,7 @@ class Pieces:
         taken = [getattr(part_of(one), "take", None) for one in self.qkv]
         if not any(taken):
             return None
-        ends = list(accumulate((len(one.weight) for one in self.qkv), initial=0))  # type: ignore[arg-type]
+        ends = list(accumulate(map(_rows, self.qkv), initial=0))
         runs = [
             [(begin + start, begin + stop) for start, stop in take or ((0, end - begin),)]
             for take, begin, end in zip(taken, ends, ends[1:], strict=False)
@@ -307,7 +308,7 @@ def _children(module: nn.Module, names: tuple[str, ...], where: str) -> dict[str
 
 def _linear(children: dict[str, nn.Module], name: str) -> Matrix:
     found = children[name]
-    if isinstance(found, (Column, Row)) and nn.Linear in type(found).__mro__:
+    if isinstance(found, (Column, Row)) and {nn.Linear, PackedLinear} & set(type(found).__mro__):
         return found
     if isinstance(found, PackedLinear) and type(found) is PackedLinear:
         return found
@@ -320,17 +321,20 @@ def _inputs(matrix: Matrix) -> int:
     return matrix.in_features if isinstance(matrix, PackedLinear) else matrix.weight.shape[1]
 
 
+def _rows(matrix: Matrix) -> int:
+    """Of the weight that this rank has."""
+    return matrix.out_features if isinstance(matrix, PackedLinear) else len(matrix.weight)
+
+
 def _features(matrix: Matrix) -> int:
     """Of what it returns, on this rank."""
-    if isinstance(matrix, PackedLinear):
-        return matrix.out_features
     part = part_of(matrix)
     if part is None or isinstance(matrix, Row):
-        return len(matrix.weight)
+        return _rows(matrix)
     if part.sizes is not None:
         return sum(part.sizes)
     runs = part.take or part.rows
-    return len(matrix.weight) if runs is None else sum(stop - start for start, stop in runs)
+    return _rows(matrix) if runs is None else sum(stop - start for start, stop in runs)
 
 
 def norm_of(module: nn.Module) -> Norm:

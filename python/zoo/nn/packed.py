@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -25,6 +25,19 @@ from zoo.parts import has_user_hooks
 
 Tensor = torch.Tensor
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class PartialLinear(Protocol):
+    """A linear layer that multiplies by a part of a weight, and does more than that product: zoo.tensor's."""
+
+    def multiplied(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (N, K) and bias (N,) of the product."""
+        ...
+
+    def hand_over(self, successor: nn.Module) -> None:
+        """``successor`` computes the product, and gets the rest of the forward."""
+        ...
 
 
 class PackedLinear(nn.Module):
@@ -92,7 +105,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y."""
-        y = packed_linear(x, self.packed, self.bias, activations=self._activations)
+        return self.multiply(x, self.bias)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """y with this bias in the place of its own; None: with none."""
+        y = packed_linear(x, self.packed, bias, activations=self._activations)
         if self.left is not None and self.right is not None:
             thin = x.float() @ self.right.T
             y = y + (thin @ self.left.T).to(y.dtype)
@@ -215,7 +232,8 @@ def pack_linears(
 def _not_packed(module: nn.Linear, group_size: int | None) -> str:
     """Why a layer stays as it is; "": it does not."""
     weight: Tensor | None = module._parameters.get("weight")
-    if type(module) is not nn.Linear or "forward" in module.__dict__:
+    partial = isinstance(module, PartialLinear)
+    if (type(module) is not nn.Linear and not partial) or "forward" in module.__dict__:
         return f"it is a {type(module).__name__} with a forward of its own"
     if weight is None:
         return "its weight is computed from others"
@@ -223,8 +241,8 @@ def _not_packed(module: nn.Linear, group_size: int | None) -> str:
         return "it has hooks"
     if weight.is_meta or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) or weight.numel() == 0:
         return f"its weight is {weight.dtype} of shape {tuple(weight.shape)} on {weight.device}"
-    if module.in_features % (group_size or 16):
-        return f"its rows of {module.in_features} are no whole number of groups of {group_size or 16}"
+    if weight.shape[1] % (group_size or 16):
+        return f"its rows of {weight.shape[1]} are no whole number of groups of {group_size or 16}"
     return ""
 
 
@@ -241,9 +259,12 @@ def _pack(model: nn.Module, names: Sequence[str], activations: Activations, **ho
     for name in names:
         module = model.get_submodule(name)
         own: nn.Parameter = module.weight  # type: ignore[assignment]
-        weight = known[id(own)][1] if id(own) in known else pack_weight(own.detach(), **how)
+        rows, bias = module.multiplied() if isinstance(module, PartialLinear) else (own, module._parameters["bias"])
+        weight = known[id(own)][1] if id(own) in known else pack_weight(rows.detach(), **how)
         if owners[id(own)] > 1:
             known[id(own)] = own, weight
-        made = PackedLinear(weight, module._parameters["bias"], activations=activations).train(module.training)
+        made = PackedLinear(weight, bias, activations=activations).train(module.training)
+        if isinstance(module, PartialLinear):
+            module.hand_over(made)
         for above, last in places[id(module)]:
             setattr(above, last, made)

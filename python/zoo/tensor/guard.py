@@ -11,6 +11,7 @@ from torch import nn
 from zoo.parts import checking_hook
 from zoo.parts.hooks import Nameless
 from zoo.tensor.adapters import base_of
+from zoo.tensor.layers import goes_on_as
 
 _METHODS = {
     "add_adapter": "would make factors of a part as if it were the matrix; add adapters before zoo.tensor.split",
@@ -46,7 +47,8 @@ class _Same(Nameless):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         for name, child in self._children.items():
-            if module._modules.get(name) is not child:
+            now = module._modules.get(name)
+            if now is not child and not goes_on_as(now, child):
                 raise ValueError(
                     f"{self._path}.{name} is a {type(module._modules.get(name)).__name__} in the place of the layer "
                     "that was split, and knows nothing of other ranks. Wrap and replace layers, as LoRA does, before "

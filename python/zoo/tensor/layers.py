@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from zoo.kernels.thin_linear import linear
 from zoo.layout import declare_as, split_of
 from zoo.layout.declared import WHOLE
+from zoo.nn import PackedLinear
 from zoo.tensor.plans import Cut
 from zoo.tensor.region import Region, has_values
 from zoo.tensor.same_batch import bytes_of_each, check_alike, checksums
@@ -60,6 +61,12 @@ def part_of(module: nn.Module) -> Part | None:
     return found
 
 
+def goes_on_as(module: nn.Module | None, before: nn.Module) -> bool:
+    """Whether ``module`` took over from ``before`` (:meth:`Layer.hand_over`)."""
+    one, other = (None if module is None else part_of(module)), part_of(before)
+    return one is not None and other is not None and one.region is other.region and one.cut is other.cut
+
+
 def become(module: nn.Module, kind: type[Layer], part: Part | None) -> None:
     """Give ``module`` the forward of ``kind``: its class becomes a subclass of both."""
     own = type(module)
@@ -83,8 +90,12 @@ def _at(weight: torch.Tensor, runs: Sequence[Run], dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _product(part: Part, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return linear(x, weight.t() if part.turned else weight, bias)
+def _product(layer: Layer, part: Part, x: torch.Tensor, *, biased: bool) -> torch.Tensor:
+    """Of the rows that this rank multiplies by."""
+    if isinstance(layer, PackedLinear):
+        return layer.multiply(x, layer.bias if biased else None)
+    weight, bias = layer.multiplied()
+    return linear(x, weight.t() if part.turned else weight, bias if biased else None)
 
 
 class Layer(nn.Module):
@@ -93,6 +104,26 @@ class Layer(nn.Module):
 
     needs: ClassVar[tuple[str, ...]] = ()
     """Parameters that its forward reads."""
+
+    def multiplied(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What of its weight and bias it multiplies by: parts of heads may be of other rows than others have."""
+        part: Part = self.__dict__[_STATE]
+        weight: Any = self.weight
+        bias: Any = self.bias
+        if part.rows is None:
+            return weight, bias
+        return _at(weight, part.rows, 1 if part.turned else 0), None if bias is None else _at(bias, part.rows, 0)
+
+    def hand_over(self, successor: nn.Module) -> None:
+        """``successor``, which multiplies by :meth:`multiplied` in a way of its own, goes on as this layer does, which
+        keeps nothing."""
+        part: Part = self.__dict__[_STATE]
+        kind = next(kind for kind in (Column, Row) if isinstance(self, kind))
+        own, theirs = self._parameters.get("bias"), successor._parameters.get("bias")
+        become(successor, kind, replace(part, rows=None))
+        if own is not None and theirs is not None and part.rows is None:
+            declare_as(theirs, own)
+        self._parameters.update(dict.fromkeys(self._parameters))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         found = type(self).__new__(type(self))
@@ -201,11 +232,7 @@ class Column(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part: Part = self.__dict__[_STATE]
-        weight, bias = self.weight, self.bias
-        if part.rows is not None:
-            weight = _at(weight, part.rows, 1 if part.turned else 0)
-            bias = None if bias is None else _at(bias, part.rows, 0)
-        y = _product(part, part.region.go_in(x), weight, bias)
+        y = _product(self, part, part.region.go_in(x), biased=True)
         if part.take is not None:
             y = _at(y, part.take, -1)
         if part.sizes is not None and self.__dict__.get(KEEP, False):
@@ -230,7 +257,7 @@ class Row(Layer):
         if part.region.pieces > 1:
             y = part.region.product(x, self.weight.t() if part.turned else self.weight)
             return self._biased(y)
-        return self.add_up(_product(part, x, self.weight, None))
+        return self.add_up(_product(self, part, x, biased=False))
 
     def add_up(self, y: torch.Tensor) -> torch.Tensor:
         """The output, of this rank's own product."""

@@ -239,7 +239,7 @@ def _make(engine: InferenceEngine) -> None:
     folder = config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path
     if folder:
         weights.write(model, folder, comm)
-    engine.not_packed = codes.pack(model, config)
+    engine.not_packed = all_or_none(comm, "packing weights", lambda: codes.pack(model, config))
     if comm is not None:
         ranks.draw_alike(comm)
         engine.mp_group = comm.group if comm.group is not None else torch.distributed.group.WORLD

@@ -56,7 +56,7 @@ def check(settings: DeepSpeedInferenceConfig) -> None:
             f"min_out_tokens={settings.min_out_tokens} and max_out_tokens={settings.max_out_tokens}, which includes "
             "the prompt; raise max_out_tokens."
         )
-    _check_quant(settings, tp)
+    _check_quant(settings)
 
 
 def _check_zero(settings: DeepSpeedInferenceConfig) -> None:
@@ -78,7 +78,7 @@ def _check_zero(settings: DeepSpeedInferenceConfig) -> None:
     )
 
 
-def _check_quant(settings: DeepSpeedInferenceConfig, tp: int) -> None:
+def _check_quant(settings: DeepSpeedInferenceConfig) -> None:
     quant, default = settings.quant, type(settings.quant)()
     weight, packs = quant.weight, settings.dtype is torch.int8
     by_name = bool(weight.post_init_quant)
@@ -103,11 +103,6 @@ def _check_quant(settings: DeepSpeedInferenceConfig, tp: int) -> None:
         )
     if (packs or by_name) and weight.num_bits not in (4, 8):
         raise ConfigError(f"quant.weight.num_bits={weight.num_bits}; codes have 8 or 4 bits.")
-    if (packs or by_name) and tp > 1:
-        raise NotImplementedError(
-            f"weights in codes with tp_size={tp}: a layer that is cut has no codes yet. Leave one of the two out; "
-            "codes of 8 bits take a quarter of fp32, of 4 bits an eighth."
-        )
     if (packs or by_name) and _saves(settings):
         raise ConfigError("save_mp_checkpoint_path saves weights, and codes are none; save with another dtype before.")
 
