@@ -46,6 +46,9 @@ def launch(
     ssh: Annotated[
         str | None, typer.Option(envvar="ZOO_LAUNCH_SSH", help="What is given a host and a command line.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="First one all-reduce, and a look at this folder on every host.")
+    ] = False,
     start_s: Annotated[float, typer.Option(help="A host that has not answered by then does not answer.")] = 60.0,
     grace_s: Annotated[float, typer.Option(help="From SIGTERM to SIGKILL.")] = 6.0,
     finish_s: Annotated[float, typer.Option(help="Ranks may go on so long after one has ended.")] = 300.0,
@@ -95,7 +98,9 @@ def launch(
             port=master_port, max_restarts=max_restarts, min_nodes=min_nodes, start_s=start_s, grace_s=grace_s,
             finish_s=finish_s, hang_s=hang_s, **more,
         )  # fmt: skip
-        code = Supervisor(job).run()
+        code = Supervisor(job.preflight()).run() if check else 0
+        if code == 0:
+            code = Supervisor(job).run()
     sys.stdout.flush()
     raise SystemExit(code)
 

@@ -9,7 +9,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 LOCAL = ("localhost", "127.0.0.1")
@@ -87,6 +87,23 @@ class Job:
             )
         if self.port is not None and not 0 < self.port < 65_536:
             raise ValueError(f"the port of rank 0 is {self.port}; give one from 1 to 65535.")
+
+    def preflight(self) -> Job:
+        """What is started before it, once on every host: :mod:`zoo.comm.preflight`.
+
+        Raises:
+            ValueError: a launcher on each node knows no names of the others.
+        """
+        if self.nodes > 1:
+            raise ValueError(
+                "--check looks at the hosts of one launcher; where one is started on every node, srun or mpirun can "
+                "run `python -m zoo.comm.preflight HOST,HOST,...` as a job of its own."
+            )
+        return replace(
+            self, command=["-m", "zoo.comm.preflight", ",".join(self.hosts), "--seconds", f"{self.start_s:g}"],
+            hosts={host: slots[:1] for host, slots in self.hosts.items()}, local_rank=False, log_dir=None,
+            max_restarts=0, min_nodes=None, hang_s=None, shown=(0,), cores=None,
+        )  # fmt: skip
 
     def is_local(self, host: str) -> bool:
         """Whether it is started without ssh."""
