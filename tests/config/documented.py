@@ -176,7 +176,7 @@ OTHERS: dict[str, str] = {
     "comms_logger.debug": "page", "comms_logger.prof_ops": "page", "checkpoint.tag_validation": "page",
     "checkpoint.use_node_local_storage": "page", "checkpoint.parallel_write.pipeline_stage": "page",
     "flops_profiler.profile_step": "page", "flops_profiler.module_depth": "page", "flops_profiler.top_modules": "page",
-    "flops_profiler.detailed": "page", "flops_profiler.output_file": "page", "elasticity.enabled": "page",
+    "flops_profiler.detailed": "page", "flops_profiler.output_file": "page",
     "curriculum_learning.enabled": "page", "data_efficiency.enabled": "page", "progressive_layer_drop.enabled": "page",
     "comet.enabled": "page", "sparse_attention.mode": "page", "hybrid_engine.enabled": "page",
     "compile.deepcompile": "page", "eigenvalue.enabled": "page",
@@ -246,6 +246,15 @@ EFFECTS: dict[str, str] = {
     "activation_checkpointing":
         "tests/activation_checkpointing/test_engine.py::test_every_key_of_the_section_does_what_it_says",
     "autotuning": "tests/tuning/test_tune.py::test_every_key_of_the_section_does_what_it_says",
+    **{
+        f"elasticity{key}": "tests/engine/test_elastic.py::test_sizes_follow_from_the_section"
+        for key in ("", ".max_train_batch_size", ".micro_batch_sizes", ".prefer_larger_batch",
+                    ".ignore_non_elastic_batch_info")
+    },
+    "elasticity.enabled": "tests/engine/test_elastic.py::test_any_number_of_ranks_gives_one_curve",
+    "elasticity.min_gpus": "tests/engine/test_elastic.py::test_sizes_that_cannot_be",
+    "elasticity.max_gpus": "tests/engine/test_elastic.py::test_sizes_that_cannot_be",
+    "elasticity.resume_from": "tests/engine/test_elastic.py::test_a_job_goes_on_with_another_number_of_ranks",
     "flops_profiler": "tests/profiling/test_engine.py::test_every_key_of_the_section_does_what_it_says",
     "pipeline.stages": "tests/pipe/test_faults.py::test_a_configuration_for_other_stages_is_refused",
     "tensor_parallel": "tests/tensor/test_engine.py::test_every_key_of_the_section_does_what_it_says",

@@ -137,10 +137,10 @@ def test_keys_that_two_have_are_errors(registry: Registry) -> None:
 
 
 def test_a_registered_section_takes_the_place_of_one_that_waits(registry: Registry) -> None:
-    register_section("elasticity", Lamp, registry=registry)
-    assert go(registry, {"elasticity": {"enabled": True}}).elasticity.watts == 5
-    with pytest.raises(ConfigError, match="min_gpus: unknown key"):
-        go(registry, {"elasticity": {"min_gpus": 1}})
+    register_section("eigenvalue", Lamp, registry=registry)
+    assert go(registry, {"eigenvalue": {"enabled": True}}).eigenvalue.watts == 5
+    with pytest.raises(ConfigError, match="max_iter: unknown key"):
+        go(registry, {"eigenvalue": {"max_iter": 1}})
 
 
 CODE = """

@@ -104,17 +104,23 @@ def alive(mark: str) -> dict[int, str]:
 
 @contextlib.contextmanager
 def launched(
-    folder: Path, *arguments: str, script: str = SCRIPT, program: Sequence[str] = LAUNCH, **variables: str
+    folder: Path, *arguments: str, script: str = SCRIPT, program: Sequence[str] = LAUNCH, inside: bool = False,
+    **variables: str,
 ) -> Iterator[Launched]:  # fmt: skip
-    """``zoo launch ARGUMENTS`` (or another program) where the word SCRIPT is a file of this text."""
+    """``zoo launch ARGUMENTS`` (or another program) where the word SCRIPT is a file of this text; ``inside`` that
+    folder."""
     mark, file = f"mark-{uuid.uuid4().hex}", folder / "script.py"
     file.write_text(script)
     words = [str(file) if word == "SCRIPT" else word for word in arguments]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "PMI_"))}
-    environment |= {MARK: mark, "CUDA_VISIBLE_DEVICES": "", "HOME": str(folder), **variables}
+    # Where compiled kernels are does not depend on the home that has a .deepspeed_env.
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    environment |= {
+        MARK: mark, "CUDA_VISIBLE_DEVICES": "", "HOME": str(folder), "XDG_CACHE_HOME": cache, **variables,
+    }  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, *program, *words], env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=folder if inside else None,
     )  # fmt: skip
     found = Launched(process, mark, folder)
     try:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from zoo.config.batch import BATCH_KEYS, BatchSizeError, solve
 from zoo.config.choice import ComponentChoice, check_choices
 from zoo.config.core import Config, make_config
+from zoo.config.elastic import of as elastic_section
 from zoo.config.errors import ConfigError
 from zoo.config.fates import fates_of, settle, unknown
 from zoo.config.mesh import PART_AXES, Mesh, MeshError
@@ -137,12 +138,19 @@ class Document:
             return values, sources  # validation says which one is wrong
         try:
             ranks, origin = _ranks_of_batch(self._mesh(values), ranks, origin)
-            derived = solve({key: int(value) for key, value in given.items()}, {**sources, "world_size": origin}, ranks)
+            sizes = {key: int(value) for key, value in given.items()}
+            elastic = elastic_section(values)
+            if elastic is not None:
+                derived = elastic.sizes(sizes, ranks)
+            else:
+                derived = solve(sizes, {**sources, "world_size": origin}, ranks)
         except (BatchSizeError, MeshError) as error:
             problems.append(str(error))
             return values, sources
-        known = " and ".join([*given, f"world_size = {ranks}"])
+        known = " and ".join([*given, *(["elasticity"] if elastic else []), f"world_size = {ranks}"])
         for key, value in derived.items():
+            if key in given and value == sizes[key]:
+                continue
             values[key] = value
             sources[key] = f"derived from {known}"
         return values, sources

@@ -110,11 +110,6 @@ SECTIONS: dict[str, Fate] = {
         "quantisation during training", verbose=False, max_iter=100, tol=1e-2, stability=1e-6,
         gas_boundary_resolution=1, layer_name="bert.encoder.layer", layer_num=0,
     ),
-    "elasticity": _switched(
-        "elastic training", max_train_batch_size=2000, micro_batch_sizes=[2, 4, 6], min_gpus=1, max_gpus=10000,
-        min_time=0, version=0.2, prefer_larger_batch=True, ignore_non_elastic_batch_info=False,
-        num_gpus_per_node=1, model_parallel_size=1,
-    ),
     "expert_parallel": _switched(
         'zoo-moe does it: {"moe": {"enabled": true, "ep_size": ...}}, which finds the layers by itself', refused,
         autoep_size=1, expert_tensor_parallel_size=1, async_split_plan=False, preset_model=PATH,

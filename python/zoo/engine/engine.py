@@ -264,7 +264,8 @@ class Engine:
     @property
     def train_batch_size(self) -> int:
         """Samples in one step, all ranks."""
-        return int(self.config.train_micro_batch_size_per_gpu) * self.boundary.micro_batches * self.batch_ranks
+        config = self.config  # shares of an elastic job may be uneven, so that T is no product
+        return int(config.train_batch_size) * self.boundary.micro_batches // int(config.gradient_accumulation_steps)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Another number of micro-batches in a step, of the same size. All ranks, between two steps.
@@ -274,6 +275,11 @@ class Engine:
         """
         from zoo.engine.numbers import whole
 
+        if self.config.asks_for("elasticity"):
+            raise ValueError(
+                "set_train_batch_size() of an elastic job, whose loader deals shares of "
+                f"{self.config.train_batch_size}; change train_batch_size, and initialize anew."
+            )
         unit = int(self.config.train_micro_batch_size_per_gpu) * self.batch_ranks
         size = whole("set_train_batch_size()", train_batch_size)
         if size < unit or size % unit:

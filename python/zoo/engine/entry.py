@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zoo import checkpointing
 from zoo.comm import Communicator, init_distributed, raise_in_next, raise_together
 from zoo.config import Config, read
 from zoo.engine import attachments, building
@@ -112,8 +113,21 @@ def initialize(
                 data=training_data, schedule=lr_scheduler, collate_fn=collate_fn, loader=loader or {}, group=group,
                 parts=parts, sinks=sinks, monitors=monitors, registry=registry,
             )  # fmt: skip
+        _resume(engine, config, everyone)
         undo.pop_all()
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _resume(engine: Engine, config: Config, everyone: Communicator | None) -> None:
+    """Go on from the newest whole checkpoint where ``elasticity.resume_from`` says so and has one. Collective."""
+    folder = config.elasticity.resume_from if config.asks_for("elasticity") else None
+    if folder is None:
+        return
+    tag = checkpointing.latest_tag(folder) if everyone is None or everyone.rank == 0 else None
+    if everyone is not None:
+        tag = everyone.broadcast_object(tag)
+    if tag is not None:
+        engine.load_checkpoint(folder)
 
 
 def _needed_alike(config: Config, *, own_schedule: bool, own_data: bool) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class ShardedLoader(Generic[T]):
         self.epoch = 0
         self.position = 0
         self.serial = 0  # of the newest iteration, to which the position belongs
+        self.handed = 0  # samples of the newest micro-batch
         if len(self) == 0:
             raise ValueError(
                 f"the data set has {self.num_samples} samples, fewer than one micro-batch of {self.micro_batch_size} "
@@ -95,14 +96,12 @@ class ShardedLoader(Generic[T]):
         return self.num_samples // (self.micro_batch_size * self.size)
 
     def __iter__(self) -> Iterator[T]:
-        stride = self.micro_batch_size * self.size
         self.serial += 1
-        serial, position, batches = self.serial, self.position, self._loaded()
-        while position + stride <= self.num_samples:
+        serial, turns, batches = self.serial, self._turns(), self._loaded()
+        for _, position, samples in turns:
             batch = next(batches)
             self._check_newest(serial)
-            position += stride
-            self.position = position
+            self.position, self.handed = position, samples
             yield batch
             self._check_newest(serial)
         self.epoch += 1
@@ -117,7 +116,7 @@ class ShardedLoader(Generic[T]):
 
     def _loaded(self) -> Iterator[T]:
         """The micro-batches from here to the end of the epoch."""
-        chosen = self._chosen(self.position)
+        chosen: Any = (indices for indices, _, _ in self._turns())
         if not self.num_workers and not self.pin_memory:
             return (self.collate_fn([self.dataset[index] for index in indices]) for indices in chosen)
         ahead = {"prefetch_factor": self.prefetch_factor} if self.num_workers else {}
@@ -129,12 +128,14 @@ class ShardedLoader(Generic[T]):
         )  # fmt: skip
         return iter(loader)
 
-    def _chosen(self, position: int) -> Iterator[list[int]]:
-        stride = self.micro_batch_size * self.size
+    def _turns(self) -> Iterator[tuple[list[int], int, int]]:
+        """From here to the end of the epoch: (which samples, where the loader stands after them, how many of them
+        count)."""
+        position, stride = self.position, self.micro_batch_size * self.size
         while position + stride <= self.num_samples:
             first = position + self.rank * self.micro_batch_size
-            yield [self._where(first + i) for i in range(self.micro_batch_size)]
             position += stride
+            yield [self._where(first + i) for i in range(self.micro_batch_size)], position, self.micro_batch_size
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands; the same on all ranks."""

@@ -1,0 +1,106 @@
+"""Any number of ranks trains with the same global batch: the engine part of the section ``elasticity``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from zoo.config.elastic import Elasticity
+from zoo.engine.loader import ShardedLoader
+from zoo.launch.elastic import shares
+from zoo.parts import Clock, Environment
+
+__all__ = ["Elastic", "ElasticLoader"]
+
+
+class ElasticLoader(ShardedLoader[Any]):
+    """Micro-batches of one rank, of shares that may be uneven.
+
+    The next T samples of an epoch are those of the next step, on however many ranks; rank r of N holds
+    ⌊r·T/N⌋ … ⌊(r+1)·T/N⌋ - 1 of them, in as many micro-batches as every rank (:func:`zoo.launch.elastic.shares`). A
+    micro-batch without samples is one sample that counts for nothing, so that all ranks run the model as often. What is
+    left at the end of an epoch and does not fill a batch is dropped.
+
+    The position is that of a step: a state that is taken within one begins it anew.
+
+    Args:
+        batch: T.
+        dataset, micro_batch_size, rank, size, more: as of :class:`~zoo.engine.ShardedLoader`; no micro-batch has more
+            samples.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], batch: int, micro_batch_size: int, *, rank: int = 0, size: int = 1, **more: Any
+    ) -> None:
+        self.batch = batch
+        self.shares = shares(batch, size, micro_batch_size)
+        if hasattr(dataset, "__len__") and len(dataset) < batch:
+            raise ValueError(
+                f"the data set has {len(dataset)} samples, fewer than a batch of {batch}; use more data, or a smaller "
+                "train_batch_size."
+            )
+        super().__init__(dataset, micro_batch_size, rank=rank, size=size, **more)
+
+    def __len__(self) -> int:
+        """Micro-batches of each rank in a whole epoch."""
+        return self.num_samples // self.batch * len(self.shares[0])
+
+    def _turns(self) -> Iterator[tuple[list[int], int, int]]:
+        mine, position = self.shares[self.rank], self.position
+        while position + self.batch <= self.num_samples:
+            at = position + self.rank * self.batch // self.size
+            for turn, count in enumerate(mine):
+                after = position + self.batch if turn == len(mine) - 1 else position
+                chosen = range(at, at + count) if count else range(position, position + 1)
+                yield [self._where(index) for index in chosen], after, count
+                at += count
+            position += self.batch
+
+
+class Elastic:
+    """Deals the batch, and weights each micro-batch's loss by its samples.
+
+    A model returns the mean loss of its micro-batch. With n samples of T in it, of G micro-batches a step on W ranks,
+    the loss is multiplied by n·G·W/T: the engine divides by G and averages over W, so each sample counts 1/T.
+
+    Args:
+        section: ``elasticity``.
+        environment: of the engine.
+    """
+
+    def __init__(self, section: Elasticity, environment: Environment) -> None:
+        config = environment.config
+        self._batch = int(config.train_batch_size)
+        self._passes = int(config.gradient_accumulation_steps) * environment.batch_ranks
+        self.loader: ElasticLoader | None = None
+        self._counts: dict[int, int] = {}  # micro-batch of the step at hand → its samples
+
+    def make_loader(
+        self, dataset: Any, *, micro_batch_size: int, rank: int, size: int, seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> ElasticLoader:  # fmt: skip
+        """The loader of this rank's shares."""
+        self.loader = ElasticLoader(
+            dataset, self._batch, micro_batch_size, rank=rank, size=size, seed=seed, collate_fn=collate_fn
+        )
+        return self.loader
+
+    def on_batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Clock
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward of training begins, on the newest batch of the loader."""
+        if self.loader is None or not self.loader.serial:
+            raise ValueError(
+                "elasticity deals shares of the batch by the engine's own loader, and this batch is not of it: give "
+                "initialize a data set with __len__ and __getitem__ as training_data, and take engine.dataloader."
+            )
+        self._counts[clock.micro_batch] = self.loader.handed
+        return args, kwargs
+
+    def on_loss(self, loss: torch.Tensor, clock: Clock) -> torch.Tensor:
+        """The loss, by its samples."""
+        weight = self._counts[clock.micro_batch] * self._passes / self._batch
+        return loss if weight == 1 else loss * weight

@@ -1,0 +1,137 @@
+"""Elastic jobs: any number of ranks trains with the same batch and the same losses, and goes on at another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.profiles import examples
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from zoo import sim
+from zoo.config import ConfigError, load
+from zoo.engine import initialize
+from zoo.engine.elastic import ElasticLoader
+
+SAMPLES = 60
+
+
+class Regression(nn.Module):
+    """The mean loss of a micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.body(x) - y).square().mean()
+        return loss
+
+
+def data(count: int = SAMPLES) -> TensorDataset:
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def document(batch: int | None, micro: int | None, stage: int = 0, **elastic: Any) -> dict[str, Any]:
+    sizes = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro}
+    return {
+        **{key: value for key, value in sizes.items() if value is not None}, "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}}, "zero_optimization": {"stage": stage},
+        "elasticity": {"enabled": True, **elastic},
+    }  # fmt: skip
+
+
+def trained(ranks: int, config: dict[str, Any], steps: int, folder: Path | None = None) -> list[float]:
+    """The losses of these steps; with a folder from its newest checkpoint on, and saved at the end."""
+
+    def fn(rank: int) -> list[float]:
+        engine, *_ = initialize(config, Regression(), training_data=data())
+        losses = [float(engine.train_batch()) for _ in range(steps)]
+        assert engine.train_batch_size == engine.config.train_batch_size
+        if folder is not None:
+            engine.save_checkpoint(folder)
+        return losses
+
+    found: list[list[float]] = sim.run(ranks, fn)
+    assert all(losses == found[0] for losses in found)
+    return found[0]
+
+
+@examples(times=0.2)
+@given(st.integers(1, 13), st.integers(2, 8), st.integers(1, 5), st.sampled_from([0, 1, 2, 3]))
+def test_any_number_of_ranks_gives_one_curve(batch: int, ranks: int, micro: int, stage: int) -> None:
+    alone = trained(1, document(batch, 64), 3)
+    assert trained(ranks, document(batch, micro, stage), 3) == pytest.approx(alone, rel=1e-9)
+
+
+def test_a_job_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    expected = trained(1, document(7, 2), 12)
+    found = []
+    for ranks in (3, 2, 5, 1):  # over the end of an epoch, of 8 steps
+        found += trained(ranks, document(7, 2, stage=2, resume_from=str(tmp_path)), 3, tmp_path)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@examples(times=2)
+@given(st.integers(1, 20), st.integers(1, 9), st.integers(1, 6), st.integers(0, 30))
+def test_each_sample_of_an_epoch_counts_once(batch: int, ranks: int, micro: int, extra: int) -> None:
+    dataset = TensorDataset(torch.arange(3 * batch + min(extra, batch - 1)))
+    loaders = [ElasticLoader(dataset, batch, micro, rank=r, size=ranks, seed=5) for r in range(ranks)]
+    seen: list[int] = []
+    for turns in zip(*loaders, strict=True):
+        for loader, (samples,) in zip(loaders, turns, strict=True):
+            assert len(samples) == max(loader.handed, 1) <= micro
+            seen += samples.tolist()[: loader.handed]
+    assert len(seen) == len(set(seen)) == 3 * batch
+    assert all(len(loader) == len(loaders[0]) for loader in loaders)
+
+
+def test_sizes_follow_from_the_section() -> None:
+    config = load(
+        {"elasticity": {"enabled": True, "micro_batch_sizes": [4, 6], "max_train_batch_size": 64}}, world_size=6
+    )
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (48, 4)
+    assert config.gradient_accumulation_steps == 2
+    uneven = load(document(48, None, micro_batch_sizes=[4, 6]), world_size=5)  # 9 or 10 each, 6 at most at a time
+    assert (uneven.train_micro_batch_size_per_gpu, uneven.gradient_accumulation_steps) == (5, 2)
+    ignored = load(document(7, 2, ignore_non_elastic_batch_info=True, max_train_batch_size=100), world_size=1)
+    assert ignored.train_batch_size > 7
+    assert "elasticity" in ignored.source("train_batch_size")
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "said"),
+    [
+        ({**document(8, 2), "gradient_accumulation_steps": 4}, 1, "follows from the number of ranks"),
+        (document(8, 2, min_gpus=2), 1, "1 data-parallel ranks; allowed are 2 to 10000"),
+        (document(8, 2, max_gpus=3), 4, "4 data-parallel ranks; allowed are 1 to 3"),
+        (document(8, 2, min_gpus=4, max_gpus=3), 4, "min_gpus is 4, more than max_gpus, 3"),
+        (document(None, None, micro_batch_sizes=[]), 1, "micro_batch_sizes"),
+        (document(None, None, micro_batch_sizes=[0]), 1, "give whole numbers from 1 on"),
+        (document(None, None, micro_batch_sizes=[4], max_train_batch_size=2), 1, "larger than the largest batch"),
+    ],
+)
+def test_sizes_that_cannot_be(config: dict[str, Any], ranks: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(config, world_size=ranks)
+
+
+def test_what_cannot_be_dealt_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 60 samples, fewer than a batch of 61"):
+        initialize(document(61, 4), Regression(), training_data=data())
+    engine, *_ = initialize(document(6, 4), Regression())
+    with pytest.raises(ValueError, match="not of it: give initialize a data set"):
+        engine(*data()[:2])
+    with pytest.raises(ValueError, match="deals shares of 6"):
+        engine.set_train_batch_size(12)
+    engine, *_ = initialize(document(6, 4), Regression(), training_data=data())
+    loss = engine(*next(iter(engine.dataloader)))
+    with pytest.raises(ValueError, match=r"loss\.backward\(\)"):
+        loss.backward()
