@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
         chosen.write_text("\n".join(ids))
         environment = {**os.environ, **SETTINGS, "PYTHONPATH": path}
         environment |= {"ZOO_DSTESTS_IDS": str(chosen), "ZOO_DSTESTS_RESULTS": str(results)}
+        environment["PATH"] = os.pathsep.join([str(args.python.absolute().parent), environment.get("PATH", "")])
         command = [
             str(args.python.absolute()), "-m", "pytest", "-p", "scripts.dstests.plugin", "-m", "",
             "-p", "no:cacheprovider", "-q", "--tb=short", "--timeout", "130", file,

@@ -147,15 +147,15 @@ def test_constants_of_parts_to_come_have_their_values() -> None:
 
 
 def test_an_exception_of_a_part_to_come_can_be_waited_for() -> None:
-    from zoo.deepspeed.compile.passes.contract import PassContractError
+    from zoo.deepspeed.compile.profilers.graph_profile import ProfileAborted
 
     def asks() -> None:
         try:
             {}["missing"]
-        except PassContractError:
+        except ProfileAborted:
             pytest.fail("it is none")
 
     with pytest.raises(KeyError):
         asks()
-    with pytest.raises(NotImplementedError, match="PassContractError is not in zoo: its compiler passes are zoo's own"):
-        raise PassContractError("as a program of its own would")
+    with pytest.raises(NotImplementedError, match="ProfileAborted is not in zoo: its compiler passes are zoo's own"):
+        raise ProfileAborted("as a program of its own would")

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from zoo.config.batch import BATCH_KEYS, BatchSizeError, solve
 from zoo.config.choice import ComponentChoice, check_choices
 from zoo.config.core import Config, make_config
-from zoo.config.elastic import of as elastic_section
 from zoo.config.errors import ConfigError
 from zoo.config.fates import fates_of, settle, unknown
 from zoo.config.mesh import PART_AXES, Mesh, MeshError
@@ -139,7 +138,7 @@ class Document:
         try:
             ranks, origin = _ranks_of_batch(self._mesh(values), ranks, origin)
             sizes = {key: int(value) for key, value in given.items()}
-            elastic = elastic_section(values)
+            elastic = _elastic(values)
             if elastic is not None:
                 derived = elastic.sizes(sizes, ranks)
             else:
@@ -154,6 +153,15 @@ class Document:
             values[key] = value
             sources[key] = f"derived from {known}"
         return values, sources
+
+
+def _elastic(values: Mapping[str, Any]) -> Any:
+    """The section ``elasticity`` where it is enabled, which few documents have."""
+    if not isinstance(values.get("elasticity"), Mapping):
+        return None
+    from zoo.config.elastic import of
+
+    return of(values)
 
 
 def read(

@@ -264,8 +264,9 @@ class Engine:
     @property
     def train_batch_size(self) -> int:
         """Samples in one step, all ranks."""
-        config = self.config  # shares of an elastic job may be uneven, so that T is no product
-        return int(config.train_batch_size) * self.boundary.micro_batches // int(config.gradient_accumulation_steps)
+        if self.config.asks_for("elasticity"):  # shares may be uneven: no product
+            return int(self.config.train_batch_size)
+        return int(self.config.train_micro_batch_size_per_gpu) * self.boundary.micro_batches * self.batch_ranks
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Another number of micro-batches in a step, of the same size. All ranks, between two steps.

@@ -5,6 +5,12 @@ from __future__ import annotations
 from zoo.deepspeed.modules import Name, Names, Refused, Table
 
 _ADAPTERS = "zoo.deepspeed.adapters"
+_PASSES = f"{_ADAPTERS}.utilities.compile_passes"
+
+
+def _contracts(**names: str) -> dict[str, Name | str]:
+    differs = "compiled graphs are made by zoo's passes; those of DeepSpeed are names with contracts."
+    return {name: Name(f"{_PASSES}:{at}", differs) for name, at in names.items()}
 
 
 def _of(module: str, *names: str, differs: str = "") -> dict[str, Name | str]:
@@ -159,6 +165,25 @@ _AUTOTUNER: Names = {
 }
 
 TABLE: Table = {
+    "compile.passes.contract": _of(
+        "utilities.compile_passes",
+        "PassContract", "PassContractError", "_pass_contracts", "get_pass_contract", "register_pass_contract",
+        "validate_schedule",
+    ),
+    "compile.passes.zero_1_and_2_compile": _contracts(
+        NAME_Z1="ZERO1", NAME_Z2="ZERO2", CONTRACT_Z1="CONTRACT_Z1", CONTRACT_Z2="CONTRACT_Z2"
+    ),
+    "compile.passes.zero3_compile": _contracts(NAME="ZERO3", CONTRACT="CONTRACT_Z3"),
+    "compile.passes.prefetch": _contracts(NAME="PREFETCH", CONTRACT="CONTRACT_PREFETCH"),
+    "compile.passes.selective_gather": _contracts(NAME="SELECTIVE_GATHER", CONTRACT="CONTRACT_SELECTIVE_GATHER"),
+    "compile.passes.offload_parameters": _contracts(NAME="OFFLOAD_PARAMETERS", CONTRACT="CONTRACT_OFFLOAD_PARAMETERS"),
+    "compile.passes.offload_adam_states": _contracts(
+        NAME="OFFLOAD", NAME_SYNC="OFFLOAD_SYNC", NAME_FOR_INIT="OFFLOAD_FOR_INIT", CONTRACT="CONTRACT_OFFLOAD",
+        CONTRACT_SYNC="CONTRACT_OFFLOAD_SYNC", CONTRACT_FOR_INIT="CONTRACT_OFFLOAD_FOR_INIT",
+    ),
+    "compile.backend": {
+        "register_compile_pass": Name(f"{_PASSES}:register_compile_pass", "a pass is called with a graph and a plan.")
+    },
     "autotuning": _AUTOTUNER,
     "autotuning.autotuner": _AUTOTUNER,
     "autotuning.config": {"DeepSpeedAutotuningConfig": f"{_TUNER}:DeepSpeedAutotuningConfig"},

@@ -283,21 +283,22 @@ class DeepSpeedEngine(Questions, nn.Module):
 
         Args:
             backend: of torch. compile_kwargs: further arguments of ``torch.compile``.
-            schedule: with deepcompile, (update, passes) by name or function (:func:`zoo.compile.validate_schedule`).
+            schedule: with deepcompile, (update, passes) by name or function (:func:`zoo.compile.validate_schedule`);
+                of DeepSpeed's names those of its ZeRO stages stand for zoo's passes.
 
         Raises:
-            NotImplementedError: with ``compiled_autograd_enabled``.
-            ValueError: a schedule without deepcompile, or of passes that nobody has registered.
+            NotImplementedError: with ``compiled_autograd_enabled``. ValueError: a schedule that is none.
         """
-        if compiled_autograd_enabled:
-            raise NotImplementedError(
-                "engine.compile(compiled_autograd_enabled=True): the backward of a graph is compiled with it, and "
-                "between graphs hooks of the runtime run. Leave it out."
-            )
-        if compile_kwargs is not None and not isinstance(compile_kwargs, Mapping):
-            raise ValueError(f"compile_kwargs={compile_kwargs!r}, a {type(compile_kwargs).__name__}; give a dict.")
-        self.engine.compile(**{"backend": backend, "schedule": schedule, **(compile_kwargs or {})})
+        from zoo.deepspeed.adapters.utilities.compile_passes import arguments
+
+        self.engine.compile(**arguments(backend, compile_kwargs, schedule, autograd=compiled_autograd_enabled))
         self._is_compiled = True
+
+    def register_compile_pass(self, pass_name: str, pass_fn: Callable[..., Any], contract: Any = None) -> None:
+        """See :func:`zoo.deepspeed.adapters.utilities.compile_passes.register_compile_pass`."""
+        from zoo.deepspeed.adapters.utilities.compile_passes import register_compile_pass
+
+        register_compile_pass(pass_name, pass_fn, contract)
 
     def destroy(self) -> None:
         """Close what the engine has opened; the model is an ordinary one again, and trainable where ``initialize`` has
