@@ -132,6 +132,8 @@ def test_what_cannot_be_dealt_is_refused() -> None:
     with pytest.raises(ValueError, match="deals shares of 6"):
         engine.set_train_batch_size(12)
     engine, *_ = initialize(document(6, 4), Regression(), training_data=data())
+    with pytest.raises(ValueError, match="no forward of the engine has computed"):
+        engine.backward(engine.module(*data()[:2]))
     loss = engine(*next(iter(engine.dataloader)))
     with pytest.raises(ValueError, match=r"loss\.backward\(\)"):
         loss.backward()

@@ -97,10 +97,17 @@ class Elastic:
                 "elasticity deals shares of the batch by the engine's own loader, and this batch is not of it: give "
                 "initialize a data set with __len__ and __getitem__ as training_data, and take engine.dataloader."
             )
+        if clock.micro_batch == 0:
+            self._counts.clear()
         self._counts[clock.micro_batch] = self.loader.handed
         return args, kwargs
 
     def on_loss(self, loss: torch.Tensor, clock: Clock) -> torch.Tensor:
         """The loss, by its samples."""
+        if clock.micro_batch not in self._counts:
+            raise ValueError(
+                "engine.backward() of an elastic job got a loss that no forward of the engine has computed, and does "
+                "not know of how many samples it is: compute it by engine(batch)."
+            )
         weight = self._counts[clock.micro_batch] * self._passes / self._batch
         return loss if weight == 1 else loss * weight

@@ -20,7 +20,7 @@ from torch import nn
 from zoo.inject.decoder import Decoder, State, become
 from zoo.inject.kinds import Pieces, Unfit, pieces_of
 from zoo.nn import PackedLinear
-from zoo.tensor.layers import Layer
+from zoo.tensor.layers import LinearPart
 from zoo.tensor.proof import exact
 
 Tensor = torch.Tensor
@@ -166,7 +166,7 @@ def _with_numbers(layer: nn.Module) -> nn.Module:
                 made = nn.Linear(child.in_features, child.out_features, child.bias is not None)
                 made.weight = nn.Parameter(child.dense(), requires_grad=False)
                 made.bias = child.bias  # type: ignore[assignment]
-                if isinstance(child, Layer):
+                if isinstance(child, LinearPart):
                     child.hand_over(made)
                 setattr(above, name, made)
     return layer

@@ -62,7 +62,7 @@ def part_of(module: nn.Module) -> Part | None:
 
 
 def goes_on_as(module: nn.Module | None, before: nn.Module) -> bool:
-    """Whether ``module`` took over from ``before`` (:meth:`Layer.hand_over`)."""
+    """Whether ``module`` took over from ``before`` (:meth:`LinearPart.hand_over`)."""
     one, other = (None if module is None else part_of(module)), part_of(before)
     return one is not None and other is not None and one.region is other.region and one.cut is other.cut
 
@@ -90,7 +90,7 @@ def _at(weight: torch.Tensor, runs: Sequence[Run], dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _product(layer: Layer, part: Part, x: torch.Tensor, *, biased: bool) -> torch.Tensor:
+def _product(layer: LinearPart, part: Part, x: torch.Tensor, *, biased: bool) -> torch.Tensor:
     """Of the rows that this rank multiplies by."""
     if isinstance(layer, PackedLinear):
         return layer.multiply(x, layer.bias if biased else None)
@@ -104,26 +104,6 @@ class Layer(nn.Module):
 
     needs: ClassVar[tuple[str, ...]] = ()
     """Parameters that its forward reads."""
-
-    def multiplied(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What of its weight and bias it multiplies by: parts of heads may be of other rows than others have."""
-        part: Part = self.__dict__[_STATE]
-        weight: Any = self.weight
-        bias: Any = self.bias
-        if part.rows is None:
-            return weight, bias
-        return _at(weight, part.rows, 1 if part.turned else 0), None if bias is None else _at(bias, part.rows, 0)
-
-    def hand_over(self, successor: nn.Module) -> None:
-        """``successor``, which multiplies by :meth:`multiplied` in a way of its own, goes on as this layer does, which
-        keeps nothing."""
-        part: Part = self.__dict__[_STATE]
-        kind = next(kind for kind in (Column, Row) if isinstance(self, kind))
-        own, theirs = self._parameters.get("bias"), successor._parameters.get("bias")
-        become(successor, kind, replace(part, rows=None))
-        if own is not None and theirs is not None and part.rows is None:
-            declare_as(theirs, own)
-        self._parameters.update(dict.fromkeys(self._parameters))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         found = type(self).__new__(type(self))
@@ -220,15 +200,39 @@ def _take_the_place(layer: Layer, name: str, own: nn.Parameter, param: nn.Parame
     declare_as(param, own)
 
 
-class Column(Layer):
-    """y = x W_r^T + b_r with this rank's rows; x is whole.
-
-    Shapes: x (…, C), y (…, rows of this rank as the model sees them), or (…, all rows) where outputs are gathered.
-    """
+class LinearPart(Layer):
+    """A linear layer whose product is of this rank's part (``zoo.nn.packed.PartialLinear``)."""
 
     needs = ("weight",)
     weight: torch.Tensor
     bias: torch.Tensor | None
+
+    def multiplied(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What of its weight and bias it multiplies by: parts of heads may be of other rows than others have."""
+        part: Part = self.__dict__[_STATE]
+        weight: Any = self.weight
+        bias: Any = self.bias
+        if part.rows is None:
+            return weight, bias
+        return _at(weight, part.rows, 1 if part.turned else 0), None if bias is None else _at(bias, part.rows, 0)
+
+    def hand_over(self, successor: nn.Module) -> None:
+        """``successor``, which multiplies by :meth:`multiplied` in a way of its own, goes on as this layer does, which
+        keeps nothing."""
+        part: Part = self.__dict__[_STATE]
+        kind = Column if isinstance(self, Column) else Row
+        own, theirs = self._parameters.get("bias"), successor._parameters.get("bias")
+        become(successor, kind, replace(part, rows=None))
+        if own is not None and theirs is not None and part.rows is None:
+            declare_as(theirs, own)
+        self._parameters.update(dict.fromkeys(self._parameters))
+
+
+class Column(LinearPart):
+    """y = x W_r^T + b_r with this rank's rows; x is whole.
+
+    Shapes: x (…, C), y (…, rows of this rank as the model sees them), or (…, all rows) where outputs are gathered.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part: Part = self.__dict__[_STATE]
@@ -242,12 +246,8 @@ class Column(Layer):
         return y
 
 
-class Row(Layer):
+class Row(LinearPart):
     """y = Σ over ranks of x_r W_r^T, + b once. Shapes: x (…, this rank's features), y (…, C)."""
-
-    needs = ("weight",)
-    weight: torch.Tensor
-    bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part: Part = self.__dict__[_STATE]
