@@ -99,7 +99,7 @@ def _moe(args: argparse.Namespace) -> Iterator[Case]:
     for dtype in ("bf16", "fp32"):
         spec = {
             "section": "speed",
-            "shape": Shape(dtype=dtype).record(),
+            "shape": Shape(tokens=args.tokens, dtype=dtype).record(),
             "routings": ["even", "most"],
             "names": ["zoo"],
         }
@@ -107,7 +107,7 @@ def _moe(args: argparse.Namespace) -> Iterator[Case]:
             name=f"moe: {dtype}", worker="benchmarks.moe.worker", size=1, parts=of_speed,
             spec={**spec, "routings": ["even", "most"], "rounds": args.rounds, "threads": 1},
         )  # fmt: skip
-    spec = {"section": "parallel", "shape": Shape(tokens=2048).record(), "routing": "even", "names": ["zoo"]}
+    spec = {"section": "parallel", "shape": Shape(tokens=args.tokens // 2).record(), "routing": "even", "names": ["zoo"]}
     yield Case(
         name="moe: 2 ranks", worker="benchmarks.moe.worker", spec={**spec, "rounds": args.rounds}, size=2,
         parts=lambda ranks: {"moe: 2 ranks": _over_ranks([rank["seconds"]["zoo"] for rank in ranks])},
@@ -219,6 +219,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10, help="turns of a run (zero: as many as --budget allows)")
     parser.add_argument("--budget", type=float, default=6.0, help="seconds of timed steps of a run of zero")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a layer of experts")
     parser.add_argument("--num-bytes", type=int, default=300_000_000, help="of a checkpoint")
     parser.add_argument("--folder", type=Path, default=None, help="for checkpoints")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one start at most")
