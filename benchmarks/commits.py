@@ -107,7 +107,8 @@ def _moe(args: argparse.Namespace) -> Iterator[Case]:
             name=f"moe: {dtype}", worker="benchmarks.moe.worker", size=1, parts=of_speed,
             spec={**spec, "routings": ["even", "most"], "rounds": args.rounds, "threads": 1},
         )  # fmt: skip
-    spec = {"section": "parallel", "shape": Shape(tokens=args.tokens // 2).record(), "routing": "even", "names": ["zoo"]}
+    shape = Shape(tokens=args.tokens // 2).record()
+    spec = {"section": "parallel", "shape": shape, "routing": "even", "names": ["zoo"]}
     yield Case(
         name="moe: 2 ranks", worker="benchmarks.moe.worker", spec={**spec, "rounds": args.rounds}, size=2,
         parts=lambda ranks: {"moe: 2 ranks": _over_ranks([rank["seconds"]["zoo"] for rank in ranks])},
