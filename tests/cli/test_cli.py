@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["--set", "sparse_gradients=true", "--set", "zero_optimization.hierarchical_all_reduce=true"],
         "sparse_gradients is true, and zero_optimization.hierarchical_all_reduce is set",
     ),
-    "later part": (["--set", "elasticity.enabled=true"], "elasticity.enabled: given True; it waits for"),
+    "later part": (["--set", "graph_harvesting=true"], "graph_harvesting: given True; it waits for"),
 }
 
 

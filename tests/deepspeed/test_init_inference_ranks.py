@@ -268,7 +268,7 @@ def test_features_are_dealt_in_multiples_of_the_grain() -> None:
         assert sizes == [(128, 64)[rank], (32, 16)[rank], 24]
         model = model_of("Llama", intermediate_size=48)
         with pytest.raises(ValueError, match="multiples of 32"):
-            deepspeed.init_inference(model, tp={"tp_size": 2})
+            deepspeed.init_inference(model, tp={"tp_size": 2, "tp_grain_size": 32})
         assert model.dtype is torch.float32
 
     sim.run(2, fn)

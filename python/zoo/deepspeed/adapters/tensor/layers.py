@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator
-from zoo.tensor.layers import Column, Layer, Row, part_of
+from zoo.tensor.layers import Column, LinearPart, Row, part_of
 from zoo.tensor.patterns import LayerSpec, PartitionType
 from zoo.tensor.plans import AXIS, Plan, Rule
 from zoo.tensor.splitting import split
@@ -33,7 +33,7 @@ def comm_of(group: Any) -> Communicator | None:
     return _COMMS[group]
 
 
-class TensorParallel_Layer(Layer, nn.Linear):
+class TensorParallel_Layer(LinearPart, nn.Linear):
     """Base of the layers here: a linear layer whose parameters are those of another one.
 
     Args:
