@@ -33,7 +33,7 @@ def comm_of(group: Any) -> Communicator | None:
     return _COMMS[group]
 
 
-class TensorParallel_Layer(LinearPart, nn.Linear):
+class TensorParallel_Layer(LinearPart, nn.Linear):  # type: ignore[misc]
     """Base of the layers here: a linear layer whose parameters are those of another one.
 
     Args:
