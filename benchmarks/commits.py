@@ -96,7 +96,7 @@ def _moe(args: argparse.Namespace) -> Iterator[Case]:
         mine = [of for of in ranks[0]["seconds"] if of["name"] == "zoo"]
         return {f"moe: {dtype}, {of['routing']}": _over_ranks([of]) for of in mine}
 
-    for dtype in ("bf16", "fp32"):
+    for dtype in args.dtypes:
         spec = {
             "section": "speed",
             "shape": Shape(tokens=args.tokens, dtype=dtype).record(),
@@ -107,7 +107,7 @@ def _moe(args: argparse.Namespace) -> Iterator[Case]:
             name=f"moe: {dtype}", worker="benchmarks.moe.worker", size=1, parts=of_speed,
             spec={**spec, "routings": ["even", "most"], "rounds": args.rounds, "threads": 1},
         )  # fmt: skip
-    shape = Shape(tokens=args.tokens // 2).record()
+    shape = Shape(tokens=args.tokens // 2, dtype=args.dtypes[0]).record()
     spec = {"section": "parallel", "shape": shape, "routing": "even", "names": ["zoo"]}
     yield Case(
         name="moe: 2 ranks", worker="benchmarks.moe.worker", spec={**spec, "rounds": args.rounds}, size=2,
@@ -221,6 +221,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="turns of a run (zero: as many as --budget allows)")
     parser.add_argument("--budget", type=float, default=6.0, help="seconds of timed steps of a run of zero")
     parser.add_argument("--tokens", type=int, default=1024, help="of a layer of experts")
+    parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="of experts")
     parser.add_argument("--num-bytes", type=int, default=300_000_000, help="of a checkpoint")
     parser.add_argument("--folder", type=Path, default=None, help="for checkpoints")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one start at most")
