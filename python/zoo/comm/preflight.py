@@ -73,6 +73,9 @@ class Check:
             self._step("folder", why, "does not share this folder; mount it there, or start in one that is shared")
         self._reach()
         self._reduce()
+        self._store.set(f"over/{self._rank}", "-")
+        if self._rank == 0:
+            self._told("over")  # the store goes with this process
 
     def _step(self, step: str, problem: str, said: str) -> None:
         """Every rank tells what its problem is, "" for none; rank 0 raises for all of them, and the others wait for
@@ -129,23 +132,23 @@ class Check:
             self._store.set(f"address/{self._rank}", f"{self._own_address()} {server.getsockname()[1]}")
             missed = [rank for rank in range(len(self._hosts)) if rank != self._rank and not self._connects(rank)]
             self._store.set(f"missed/{self._rank}", ",".join(map(str, missed)) or "-")
-            problem = ""
             if self._rank == 0:
-                counts = Counter[int]()
-                for rank, text in enumerate(self._told("missed")):
-                    for other in [int(one) for one in text.strip("-").split(",") if one]:
-                        counts[other] += 1
-                        counts[rank] += 1
-                worst = max(counts.values(), default=0)
-                bad = sorted(rank for rank in counts if counts[rank] == worst)
-                problem = ",".join(map(str, bad))
-                if bad:
-                    raise RuntimeError(
-                        f"{self._names(bad)}: connections between it and other hosts are refused or lost; open the "
-                        "ports of this network between all hosts, or name its device (GLOO_SOCKET_IFNAME, "
-                        "NCCL_SOCKET_IFNAME)."
-                    )
-            self._step("reach", problem, "is not reached")
+                self._blame(self._told("missed"))
+            self._step("reach", "", "did not say whom it reaches")
+
+    def _blame(self, missed: list[str]) -> None:
+        """Raise for the hosts with the most connections that failed, from them and to them."""
+        counts = Counter[int]()
+        for rank, text in enumerate(missed):
+            for other in [int(one) for one in text.strip("-").split(",") if one]:
+                counts.update((rank, other))
+        worst = max(counts.values(), default=0)
+        if worst:
+            raise RuntimeError(
+                f"{self._names(sorted(rank for rank in counts if counts[rank] == worst))}: connections with other "
+                "hosts are refused or lost; open the ports of this network between all hosts, or name its device "
+                "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
+            )
 
     def _own_address(self) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
