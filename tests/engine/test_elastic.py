@@ -93,6 +93,21 @@ def test_each_sample_of_an_epoch_counts_once(batch: int, ranks: int, micro: int,
     assert all(len(loader) == len(loaders[0]) for loader in loaders)
 
 
+def test_a_folder_that_the_first_rank_cannot_read_is_told_to_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(folder: str) -> str:
+        raise PermissionError(f"{folder} cannot be read")
+
+    monkeypatch.setattr("zoo.checkpointing.latest_tag", unreadable)
+
+    def fn(rank: int) -> None:
+        with pytest.raises(Exception, match="cannot be read"):
+            initialize(document(6, 4, resume_from=str(tmp_path)), Regression(), training_data=data())
+
+    sim.run(2, fn)
+
+
 def test_sizes_follow_from_the_section() -> None:
     config = load(
         {"elasticity": {"enabled": True, "micro_batch_sizes": [4, 6], "max_train_batch_size": 64}}, world_size=6

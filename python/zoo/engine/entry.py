@@ -123,7 +123,8 @@ def _resume(engine: Engine, config: Config, everyone: Communicator | None) -> No
     folder = config.elasticity.resume_from if config.asks_for("elasticity") else None
     if folder is None:
         return
-    tag = checkpointing.latest_tag(folder) if everyone is None or everyone.rank == 0 else None
+    with raise_together(everyone, "initialize"):  # a folder that the first rank cannot read
+        tag = checkpointing.latest_tag(folder) if everyone is None or everyone.rank == 0 else None
     if everyone is not None:
         tag = everyone.broadcast_object(tag)
     if tag is not None:
