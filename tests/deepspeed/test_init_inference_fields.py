@@ -287,10 +287,24 @@ def test_graphs() -> None:
 
 
 def test_graphs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the name is a GPU's: tensors of the CPU are not recorded. tests/gpu has a real one."""
+    engine = deepspeed.init_inference(model_of("Llama"), **FP32, enable_cuda_graph=True)
+    expected = engine(**prompts("right"), use_cache=False).logits
     monkeypatch.setattr(type(get_accelerator()), "device_name", lambda self, index=None: "cuda")
-    refused(
-        NotImplementedError, "forwards are not captured; leave it out, and call engine.compile", enable_cuda_graph=True
-    )
+    monkeypatch.setattr(type(get_accelerator()), "current_device_name", lambda self: "cpu")
+    monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda self, index=None: None)
+    monkeypatch.setattr(type(get_accelerator()), "available_memory", lambda self, index=None: 1 << 40)
+    engine = deepspeed.init_inference(model_of("Llama"), **FP32, enable_cuda_graph=True)
+    engine.profile_model_time()
+    found = engine(**prompts("right"), use_cache=False).logits
+    assert torch.equal(found, expected)
+    assert not found.requires_grad
+    assert len(engine.model_times()) == 1  # of the call, and no hook's beside it
+    words(engine)
+    assert len(engine.model_times()) > 1
+    refused(AssertionError, "moe.ep_size=2: no graph has", enable_cuda_graph=True, moe={"enabled": True, "ep_size": 2})
+    nvme = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "somewhere"}}
+    refused(AssertionError, "no graph reads files", enable_cuda_graph=True, zero=nvme)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

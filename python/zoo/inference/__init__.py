@@ -5,6 +5,7 @@
 * :func:`stream`: layers that the budget does not hold are read from NVMe for each token.
 * :func:`score`: log-probabilities of tokens that are given; :func:`gap`: how far they are from those of generating.
 * :class:`Rollout`: tokens between steps of training, in place or as tensor-parallel parts that the shards become.
+* :class:`Graphs`: CUDA graphs of a model's forward.
 * :class:`Sampling`: the token is a function of seed, sequence and place, whatever the batch, slot or order.
 
 What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.

@@ -2,6 +2,7 @@ from .cache import Cache as Cache
 from .cache import forecast as forecast
 from .generation import Generated as Generated
 from .generation import generate as generate
+from .graphs import Graphs as Graphs
 from .rollout import Rollout as Rollout
 from .sampling import Sampling as Sampling
 from .scoring import Gap as Gap

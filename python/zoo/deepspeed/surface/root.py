@@ -89,7 +89,7 @@ TABLE: Table = {
         "init_inference": Name(
             f"{_INFERENCE}.entry:init_inference",
             "parameters are cast, angles of rotary positions are not; a layer is injected where that is proved; int8 "
-            "is codes in groups of 32; no CUDA graphs; zero streams from NVMe alone.",
+            "is codes in groups of 32; CUDA graphs are of forward, not of generate; zero streams from NVMe alone.",
         ),
         "default_inference_config": f"{_INFERENCE}.entry:default_inference_config",
         "initialize": f"{_ENTRY}:initialize",

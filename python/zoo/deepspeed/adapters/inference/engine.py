@@ -20,7 +20,7 @@ from zoo.deepspeed.adapters.utilities.logs import logger, warning_once
 from zoo.tensor.agreement import all_or_none
 
 if TYPE_CHECKING:
-    from zoo.inference import Streamed
+    from zoo.inference import Graphs, Streamed
     from zoo.inject import Injection
 
 
@@ -77,6 +77,7 @@ class InferenceEngine(nn.Module):
         if config.replace_with_kernel_inject:
             self._inject()
         self.streamed = _streamed(model, config) if streams(config) else None
+        self._graphs = _graphs(model, config)
         self.training = model.training
         self.config = config.config if config.config is not None else getattr(model, "config", None)
 
@@ -105,9 +106,23 @@ class InferenceEngine(nn.Module):
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """That of the model."""
+        """That of the model; without gradients where layers are injected or CUDA graphs are used."""
+        if self._graphs is not None:
+            return self._replayed(self._graphs, inputs, kwargs)
         with torch.no_grad() if self._injected else nullcontext():
             return self.module(*inputs, **kwargs)
+
+    def _replayed(self, graphs: Graphs, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        timed, self.model_profile_enabled = self.model_profile_enabled, False  # hooks would wait while one records
+        try:
+            if not timed:
+                return graphs(*inputs, **kwargs)
+            self._timing_begins()
+            found = graphs(*inputs, **kwargs)
+            self._timing_ends()
+            return found
+        finally:
+            self.model_profile_enabled = timed
 
     @property
     def generate(self) -> Callable[..., Any]:
@@ -141,6 +156,7 @@ class InferenceEngine(nn.Module):
         if self.streamed is not None:
             self.streamed.close()
             self.streamed = None
+        self._graphs = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -168,10 +184,18 @@ class InferenceEngine(nn.Module):
         self.model_profile_enabled = True
 
     def _before(self, *_: Any) -> None:
+        if self.model_profile_enabled:
+            self._timing_begins()
+
+    def _after(self, *_: Any) -> None:
+        if self.model_profile_enabled:
+            self._timing_ends()
+
+    def _timing_begins(self) -> None:
         get_accelerator().synchronize()
         self._begun_s = time.perf_counter()
 
-    def _after(self, *_: Any) -> None:
+    def _timing_ends(self) -> None:
         get_accelerator().synchronize()
         self._model_times.append((time.perf_counter() - self._begun_s) * 1e3)
 
@@ -200,6 +224,15 @@ def _streamed(model: nn.Module, config: DeepSpeedInferenceConfig) -> Streamed:
     sizes = layer_bytes(model)
     each = 1 if config.dtype is torch.int8 else config.dtype.itemsize
     return stream(model, offload.nvme_path, budget_bytes=offload.max_in_cpu * each + 2 * max(sizes.values()))
+
+
+def _graphs(model: nn.Module, config: DeepSpeedInferenceConfig) -> Graphs | None:
+    """CUDA graphs of forwards, where the settings ask for them and there is CUDA."""
+    if not config.enable_cuda_graph or not get_accelerator().device_name().startswith("cuda"):
+        return None
+    from zoo.inference import Graphs
+
+    return Graphs(model)
 
 
 def _make(engine: InferenceEngine) -> None:

@@ -34,14 +34,15 @@ def check(settings: DeepSpeedInferenceConfig) -> None:
         if getattr(settings, name):
             warning_once(f"init_inference({name}=True) is unnecessary: {why}")
     tp = settings.tensor_parallel.tp_size if settings.tensor_parallel.enabled else 1
-    if settings.enable_cuda_graph and tp > 1:
+    shared = {"tp_size": tp, "moe.ep_size": settings.moe.ep_size if settings.moe.enabled else 1}
+    for name, size in shared.items():
+        if settings.enable_cuda_graph and size > 1:
+            raise ConfigError(
+                f"enable_cuda_graph with {name}={size}: no graph has collectives in it; leave one of them out."
+            )
+    if settings.enable_cuda_graph and streams(settings):
         raise ConfigError(
-            f"enable_cuda_graph with tp_size={tp}: no graph has collectives in it; leave one of them out."
-        )
-    if settings.enable_cuda_graph and get_accelerator().device_name().startswith("cuda"):
-        raise NotImplementedError(
-            "init_inference(enable_cuda_graph=True): forwards are not captured; leave it out, and call "
-            'engine.compile(compile_kwargs={"mode": "reduce-overhead"}), which captures them.'
+            "enable_cuda_graph with weights on NVMe: no graph reads files; leave out one of enable_cuda_graph and zero."
         )
     _check_zero(settings)
     if settings.replace_with_kernel_inject and settings.injection_policy:
