@@ -85,6 +85,10 @@ def test_it_trains_validates_compares_and_saves(config: Path) -> None:
         "checkpoints",
         "model",
         "run.json",
+        "origins.json",
+        "environment.json",
+        "forecast.json",
+        "timeline.json",
     }
     assert {p.name for p in out.iterdir()} == names
     there = {p.name for p in (out / "checkpoints").iterdir()}

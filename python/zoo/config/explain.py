@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
-__all__ = ["explain"]
+__all__ = ["explain", "rows_of"]
 
 
 def explain(items: Iterable[tuple[str, Any]], sources: Mapping[str, str]) -> str:
     """Lines ``path = value  (source)``; a path without a source has its default value."""
-    leaves = [leaf for name, item in items for leaf in _leaves(item, name)]
-    rows = [(f"{path} = {value!r}", sources.get(path, "default")) for path, value in leaves]
+    found = rows_of(items, lambda path: sources.get(path, "default"))
+    rows = [(f"{path} = {value!r}", source) for path, value, source in found]
     width = min(max((len(text) for text, _ in rows), default=0), 64)
     return "\n".join(f"{text:<{width}}  ({source})" for text, source in rows)
+
+
+def rows_of(items: Iterable[tuple[str, Any]], source: Callable[[str], str]) -> list[tuple[str, Any, str]]:
+    """(path, value, where it came from) of every value."""
+    leaves = (leaf for name, item in items for leaf in _leaves(item, name))
+    return [(path, value, source(path)) for path, value in leaves]
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

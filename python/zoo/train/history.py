@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO, Any
 
 COLUMNS = (
-    "step", "loss", "validation_loss", "lr", "grad_norm", "skipped", "tokens_per_s", "elapsed_s", "rss_bytes",
-    "state_bytes",
+    "step", "loss", "validation_loss", "lr", "grad_norm", "skipped", "tokens_per_s", "elapsed_s", "step_s",
+    "wire_bytes", "rss_bytes", "state_bytes",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from zoo.engine.building import build_mesh
 from zoo.engine.checkpoint.saving import save_model
 from zoo.parts import StepRecord
 from zoo.registry import DEFAULT, Registry
-from zoo.train import output, report
+from zoo.train import origins, output, report
 from zoo.train.console import Watcher
 from zoo.train.diagnosis import Recorder, find
 from zoo.train.history import History
@@ -38,6 +38,7 @@ from zoo.train.report import Result
 from zoo.train.steps import Judge, NotFiniteError, Pace
 from zoo.train.stopping import Signals
 from zoo.train.task import Task
+from zoo.train.timeline import Timeline
 from zoo.train.warm_start import warm_start
 
 CHECKPOINTS = "checkpoints"
@@ -173,6 +174,9 @@ class Job:
         history = History(out, resumed)
         for name, content in (("config.json", values), (output.FACTS, facts)):
             (out / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        origins.write(
+            out, self.config, forecast=self.engine.forecast(), threads=self.threads, world_size=self.size
+        )  # fmt: skip
         return history
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -219,10 +223,12 @@ class Job:
 
     def _loop(self, history: History, signals: Signals) -> tuple[float, int]:
         engine, section, pace = self.engine, self.section, Pace(self.task.units_per_sample)
+        timeline = Timeline(engine, self.world, last=section.steps)
         while engine.global_steps < section.steps:
             start = time.perf_counter()
             try:
-                self._launch()
+                with timeline.around(engine.global_steps + 1):
+                    self._launch()
             except StopIteration:
                 raise self._out_of_data(history, pace) from None
             pace.launched(time.perf_counter() - start)
@@ -231,6 +237,7 @@ class Job:
             every = self.config.steps_per_print, section.validate_every, section.checkpoint_every
             if last or any(self._due(step, n) for n in every):
                 self._read()
+            timeline.write(self.out)
             stops = self._tell(history, pace)
             if stops and not last:
                 self._read()
@@ -252,6 +259,7 @@ class Job:
         for done in self.judge.take():
             record = self.line_of(done) | {
                 "tokens_per_s": pace.known(done), "elapsed_s": time.perf_counter() - self.began,
+                "step_s": done.step_s, "wire_bytes": done.wire_bytes,
             }  # fmt: skip
             last = done.step == section.steps
             if self._due(done.step, self.config.steps_per_print) or last:

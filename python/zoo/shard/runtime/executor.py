@@ -38,11 +38,17 @@ class Watcher(Protocol):
     def waits(self, bucket: Bucket) -> None:
         """The wait for a gather."""
 
+    def waited(self, bucket: Bucket) -> None:
+        """The wait for a gather is over."""
+
     def resharded(self, bucket: Bucket) -> None:
         """What was gathered has been released."""
 
     def reduces(self, bucket: Bucket, dtype: torch.dtype | None) -> None:
         """A reduction."""
+
+    def awaits(self, bucket: Bucket) -> None:
+        """The wait for a reduction."""
 
     def reduced(self, bucket: Bucket) -> None:
         """A reduction has been waited for."""
@@ -50,8 +56,14 @@ class Watcher(Protocol):
     def publishes(self, bucket: Bucket) -> None:
         """New parameters go to all ranks."""
 
+    def published(self, bucket: Bucket) -> None:
+        """They have been waited for."""
+
     def votes(self, num_ranks: int) -> None:
         """Ranks vote on where their backward goes next."""
+
+    def updates(self) -> None:
+        """The gradients of a step are there; the optimizer goes on with them."""
 
 
 class Executor:
@@ -68,6 +80,11 @@ class Executor:
         """Another unit computes from now on."""
         for watcher in self.watchers:
             watcher.moves()
+
+    def updating(self) -> None:
+        """The optimizer takes a step from now on."""
+        for watcher in self.watchers:
+            watcher.updates()
 
     # Parameters ------------------------------------------------------------------------------------------------------
 
@@ -105,6 +122,8 @@ class Executor:
         for watcher in self.watchers:
             watcher.waits(bucket)
         bucket.parameters.finish()
+        for watcher in self.watchers:
+            watcher.waited(bucket)
 
     def hide(self, bucket: Bucket) -> None:
         """Wait for what is under way, and refuse the parameters to everybody until the next ``wait``; they stay."""
@@ -141,25 +160,31 @@ class Executor:
 
     def publish_all(self, buckets: Iterable[Bucket]) -> Callable[[], None]:
         """The same for several, a few megabytes under way at a time; what is returned waits for the last of them."""
-        under_way: deque[tuple[Handle, int]] = deque()
+        under_way: deque[tuple[Handle, int, Bucket]] = deque()
         num_bytes = 0
         sampled = []
+
+        def wait(handle: Handle, bucket: Bucket) -> None:
+            handle.wait()
+            for watcher in self.watchers:
+                watcher.published(bucket)
+
         for bucket in buckets:
             if bucket.parameters.samples is not None:
                 sampled.append(bucket)
             size = bucket.num_bytes // bucket.num_chunks
             while under_way and num_bytes + size > BYTES_UNDER_WAY:
-                handle, done = under_way.popleft()
-                handle.wait()
+                handle, done, first = under_way.popleft()
+                wait(handle, first)
                 num_bytes -= done
             begun = self.publish(bucket)
             if begun is not None:
-                under_way.append((begun, size))
+                under_way.append((begun, size, bucket))
                 num_bytes += size
 
         def finish() -> None:
-            for handle, _ in under_way:
-                handle.wait()
+            for handle, _, last in under_way:
+                wait(handle, last)
             for bucket in sampled:
                 bucket.parameters.written()
 
@@ -179,6 +204,8 @@ class Executor:
         finish = gradients.start_reduce(dtype)
 
         def finish_and_tell() -> None:
+            for watcher in self.watchers:
+                watcher.awaits(bucket)
             finish()
             for watcher in self.watchers:
                 watcher.reduced(bucket)

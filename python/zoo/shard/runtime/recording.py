@@ -76,6 +76,9 @@ class Recorder:
         """For a gather."""
         self._note(Kind.WAIT, bucket, of=Kind.UNSHARD)
 
+    def waited(self, bucket: Bucket) -> None:
+        """The wait was the action."""
+
     def resharded(self, bucket: Bucket) -> None:
         """A release."""
         self._note(Kind.RESHARD, bucket)
@@ -92,6 +95,12 @@ class Recorder:
         hops = [reduce.counts_hop()] if rows else reduce.hops(bucket.layout.size, itemsize)  # type: ignore[attr-defined]
         self._note(Kind.REDUCE, bucket, collectives=_collectives(hops))
 
+    def awaits(self, bucket: Bucket) -> None:
+        """See :meth:`reduced`."""
+
+    def published(self, bucket: Bucket) -> None:
+        """To publish was the action."""
+
     def reduced(self, bucket: Bucket) -> None:
         """The rest of it: rows, and at stage 0 the mean of each chunk, which goes to everyone."""
         reduce = bucket.routes.reduce
@@ -104,6 +113,9 @@ class Recorder:
     def votes(self, num_ranks: int) -> None:
         """One number is exchanged."""
         self._note(Kind.VOTE, None, collectives=(Collective(op="all_reduce", size=num_ranks, num_bytes=8),))
+
+    def updates(self) -> None:
+        """What it does to parameters is told by itself."""
 
     def _note(
         self, kind: Kind, bucket: Bucket | None, *, of: Kind | None = None, collectives: tuple[Collective, ...] = ()

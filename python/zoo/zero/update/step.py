@@ -108,6 +108,7 @@ class Stepping(OuterOptimizer):
         self.runtime.backward.check_running()
         self.updater.check_whole()
         self.runtime.check()
+        self.sharded.executor.updating()
         self.sharded.members.check()
         self.sharded.writes.take()
         self.sharded.wait_for_layers()
