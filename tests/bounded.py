@@ -4,7 +4,9 @@
 skipped, "not run", and listed at the end. A failure before that fails the run as always. The order is a new one every
 time, so that it is not always the same tests that are cut off.
 
-``ZOO_TEST_PAGE=page.md`` writes what ran, how many, what tests have counted (``record_property``), and the failures.
+``ZOO_TEST_PAGE=page.md`` writes what ran, how many, what tests have counted (``record_property``), and the failures. Of
+tests that are one draw each, ``record_property("drawn", (kind, when, seconds))`` makes a table of all: how many of each
+kind, at each time, and the longest.
 """
 
 from __future__ import annotations
@@ -57,14 +59,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if "ZOO_TEST_PAGE" in os.environ:
         failed = [r.nodeid for kind in ("failed", "error") for r in stats.get(kind, [])]
         passed = stats.get("passed", [])
-        counted = [
-            f"{r.nodeid}: {', '.join(f'{k} {v}' for k, v in r.user_properties)}" for r in passed if r.user_properties
-        ]
-        write_page(Path(os.environ["ZOO_TEST_PAGE"]), len(passed), failed, [r.nodeid for r in skipped], sorted(counted))
+        properties = {r.nodeid: [(k, v) for k, v in r.user_properties if k != "drawn"] for r in passed}
+        counted = [f"{name}: {', '.join(f'{k} {v}' for k, v in found)}" for name, found in properties.items() if found]
+        drawn = [value for r in passed for key, value in r.user_properties if key == "drawn"]
+        write_page(
+            Path(os.environ["ZOO_TEST_PAGE"]), len(passed), failed, [r.nodeid for r in skipped], sorted(counted),
+            table_of(drawn),
+        )  # fmt: skip
 
 
 def write_page(
-    path: Path, num_passed: int, failed: list[str], not_run: list[str], counted: Sequence[str] = ()
+    path: Path, num_passed: int, failed: list[str], not_run: list[str], counted: Sequence[str] = (),
+    table: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Write the page of a campaign; what stands under "## Remarks" stays."""
     from hypothesis import settings
@@ -80,12 +86,27 @@ def write_page(
         f"(times its own factor); {minutes:.0f} minutes.", "",
         "| passed | failed | not run |", "|---|---|---|", f"| {num_passed} | {len(failed)} | {len(not_run)} |", "",
         *(["## Counted", "", *_listed(counted), ""] if counted else []),
+        *(["## Drawn", "", *table, ""] if table else []),
         "## Failures", "", *_listed(failed), "",
         "## Not run", "", *_listed(not_run), "",
         "## Remarks",
     ]  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n" + remarks, encoding="utf-8")
+
+
+def table_of(drawn: Sequence[tuple[str, str, float]]) -> list[str]:
+    """Lines of a table: how many draws that passed are of each kind (row) and time (column), and the most seconds."""
+    if not drawn:
+        return []
+    columns = sorted({when for _, when, _ in drawn})
+    lines = ["| | " + " | ".join([*columns, "most seconds"]) + " |", "|---" * (len(columns) + 2) + "|"]
+    for kind in sorted({kind for kind, *_ in drawn}):
+        mine = [(when, seconds) for name, when, seconds in drawn if name == kind]
+        counts = [str(sum(when == column for when, _ in mine)) for column in columns]
+        lines.append(f"| {kind} | " + " | ".join([*counts, f"{max(seconds for _, seconds in mine):.1f}"]) + " |")
+    most = max(seconds for *_, seconds in drawn)
+    return [*lines, "", f"{len(drawn)} in all; the longest took {most:.1f} s."]
 
 
 def _listed(names: Sequence[str]) -> list[str]:

@@ -102,25 +102,38 @@ def alive(mark: str) -> dict[int, str]:
     return found
 
 
+def hear_interrupts() -> None:
+    """In a child: where tests run in the background of a shell, SIGINT would be ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def basics(folder: Path, mark: str) -> dict[str, str]:
+    """Variables of a job whose home is ``folder``. Where compiled kernels are does not depend on that."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return {MARK: mark, "CUDA_VISIBLE_DEVICES": "", "HOME": str(folder), "XDG_CACHE_HOME": cache}
+
+
+def new_mark() -> str:
+    """What the processes of a job have in their environment."""
+    return f"mark-{uuid.uuid4().hex}"
+
+
 @contextlib.contextmanager
 def launched(
     folder: Path, *arguments: str, script: str = SCRIPT, program: Sequence[str] = LAUNCH, inside: bool = False,
-    **variables: str,
+    mark: str = "", before: Sequence[str] = (), **variables: str,
 ) -> Iterator[Launched]:  # fmt: skip
     """``zoo launch ARGUMENTS`` (or another program) where the word SCRIPT is a file of this text; ``inside`` that
-    folder."""
-    mark, file = f"mark-{uuid.uuid4().hex}", folder / "script.py"
+    folder; with ``before`` before the whole command."""
+    mark, file = mark or new_mark(), folder / "script.py"
     file.write_text(script)
     words = [str(file) if word == "SCRIPT" else word for word in arguments]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "PMI_"))}
-    # Where compiled kernels are does not depend on the home that has a .deepspeed_env.
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    environment |= {
-        MARK: mark, "CUDA_VISIBLE_DEVICES": "", "HOME": str(folder), "XDG_CACHE_HOME": cache, **variables,
-    }  # fmt: skip
+    environment |= {**basics(folder, mark), **variables}
     process = subprocess.Popen(
-        [sys.executable, *program, *words], env=environment, stdout=subprocess.PIPE,
+        [*before, sys.executable, *program, *words], env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=folder if inside else None,
+        preexec_fn=hear_interrupts,
     )  # fmt: skip
     found = Launched(process, mark, folder)
     try:

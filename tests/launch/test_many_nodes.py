@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -214,20 +213,3 @@ def test_any_number_of_ranks_gives_one_curve(tmp_path: Path) -> None:
     assert len(curves[0]) == 20
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=1e-6)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("draw", range(100))
-def test_drawn_kills_over_three_hosts(tmp_path: Path, draw: int) -> None:
-    """Of ssh, a keeper, an agent, a rank or the supervisor, at a moment drawn from the start on."""
-    chance = random.Random()
-    arguments = hosts(tmp_path, "127.0.0.1", "127.0.0.2", "127.0.0.3")
-    with launched(tmp_path, *arguments, "--grace-s", "2", "SCRIPT", "wait", str(tmp_path)) as job:
-        time.sleep(chance.uniform(0.0, 3.0))
-        there = alive(job.mark)
-        pid = chance.choice([one for one, line in there.items() if "sleep" not in line] or [job.process.pid])
-        name = chance.choice(["SIGKILL", "SIGTERM", "SIGINT"])
-        os.kill(pid, signal.Signals[name])
-        said = job.finish(14)
-        assert job.left(max(0.0, 10 - job.took_s)) == [], (name, there.get(pid))
-    assert job.process.returncode != 0, (name, there.get(pid), said)

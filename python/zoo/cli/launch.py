@@ -53,6 +53,7 @@ def launch(
     grace_s: Annotated[float, typer.Option(help="From SIGTERM to SIGKILL.")] = 6.0,
     finish_s: Annotated[float, typer.Option(help="Ranks may go on so long after one has ended.")] = 300.0,
     hang_s: Annotated[float | None, typer.Option(help="Without output for so long it hangs: stacks of all.")] = None,
+    lost_s: Annotated[float, typer.Option(help="A host over ssh that is silent for so long is lost.")] = 10.0,
     write: Annotated[
         Path | None,
         typer.Option(
@@ -96,7 +97,7 @@ def launch(
             hosts=hosts, devices=devices, environment=_environment(hosts, as_deepspeed), cores=bind_cores,
             log_dir=None if log_dir is None else str(log_dir.absolute()), shown=_shown(show), address=master_addr,
             port=master_port, max_restarts=max_restarts, min_nodes=min_nodes, start_s=start_s, grace_s=grace_s,
-            finish_s=finish_s, hang_s=hang_s, **more,
+            finish_s=finish_s, hang_s=hang_s, lost_s=lost_s, **more,
         )  # fmt: skip
         code = Supervisor(job.preflight()).run() if check else 0
         if code == 0:

@@ -2,18 +2,19 @@
 
 ``python -m zoo.launch.agent`` reads commands and writes events, one JSON object a line, on its standard input and
 output: through a pipe on this host, through ssh on another. The end of its input means that whoever ruled is gone: it
-ends everything and itself.
+ends everything and itself; and so does a silence of ``--lost-s`` seconds, where that is given.
 
 There are two processes: the *agent*, which adopts orphans beneath it, and above it the *keeper*, which does so too and
 does nothing but wait. Whichever is killed, the other ends what is left.
 
 Commands: ``{"start": {...}}`` (:class:`Start`), ``{"stop": signal, "grace_s": seconds}``, ``{"stacks": true}``,
-``{"quit": true}``. Events have one of the keys "hello", "problem", "report", "stacks", "exit", "text", "quiet",
-"ignored", "ended", "killed", "left".
+``{"quit": true}``, ``{"beat": true}``. Events have one of the keys "hello", "problem", "report", "stacks", "exit",
+"text", "quiet", "ignored", "ended", "killed", "left", "beat".
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from zoo.launch import cores, processes, worker
+from zoo.launch.outlet import Outlet
+from zoo.launch.silence import Beats, Silence
 
 _STARTUP_OF_WORKER = [sys.executable, "-m", "zoo.launch.worker"]
 _KEPT = 8192
@@ -107,10 +110,18 @@ class _Rank:
 
 
 class Agent:
-    """Carries out commands until its input ends or it is told to quit."""
+    """Carries out commands until its input ends or it is told to quit.
 
-    def __init__(self, keeper: int) -> None:
+    Args:
+        keeper: the process above it.
+        lost_s: silence after which whoever rules is lost; None: the end of the input is all that counts.
+    """
+
+    def __init__(self, keeper: int, lost_s: float | None = None) -> None:
         self._keeper = keeper
+        self._silence = None if lost_s is None else Silence(lost_s)
+        self._spoken = self._deaf = False
+        self._outlet = Outlet(self._listen)
         self._ranks: dict[int, _Rank] = {}
         self._selector = selectors.DefaultSelector()
         self._input, self._partial = b"", dict[int, bytes]()
@@ -128,12 +139,17 @@ class Agent:
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         os.set_blocking(0, False)
+        os.set_blocking(1, False)
+        if self._silence is not None:
+            Beats(self._silence.beat_s, self._outlet.beat)
         self._selector.register(0, selectors.EVENT_READ, self._read_commands)
         self._selector.register(self._wakeup[0], selectors.EVENT_READ, self._read_signals)
         self._say(hello=hello())
         while not (self._quits and self._start is None):
             for key, _ in self._selector.select(self._wait_s()):
                 key.data()
+            self._listen()
+            self._carry_out_all()
             self._reap()
             self._hear(quiet=True)
             self._end_when_due()
@@ -145,19 +161,36 @@ class Agent:
     # -- what comes in ------------------------------------------------------------------------------------------------
 
     def _read_commands(self) -> None:
+        if self._deaf:
+            return
         try:
             found = os.read(0, 1 << 20)
         except BlockingIOError:
             return
+        except OSError:
+            found = b""
+        self._spoken, self._input = True, self._input + found
         if not found:
-            self._selector.unregister(0)
-            if self._start is not None:
-                sys.stderr.write(
-                    f"zoo launch: host {socket.gethostname()}: whoever started this job is gone; its ranks are ended.\n"
-                )
-            self._stop(quits=True)
-            return
-        *lines, self._input = (self._input + found).split(b"\n")
+            self._lose("is gone")
+
+    def _listen(self) -> None:
+        """One turn, also of a wait until whoever rules takes what is said: what comes in, or that it is silent."""
+        self._read_commands()
+        heard, self._spoken = self._spoken, False
+        if not self._deaf and self._silence is not None and self._silence.turn(heard):
+            self._lose(f"has not been heard of for {self._silence.lost_s:g} s")
+
+    def _lose(self, how: str) -> None:
+        """Whoever rules is gone, and nobody reads what this process says."""
+        self._selector.unregister(0)
+        self._deaf = self._outlet.closed = True
+        if self._start is not None:
+            name = socket.gethostname()
+            sys.stderr.write(f"zoo launch: host {name}: whoever started this job {how}; its ranks are ended.\n")
+        self._stop(quits=True)
+
+    def _carry_out_all(self) -> None:
+        *lines, self._input = self._input.split(b"\n")
         for line in lines:
             self._carry_out(json.loads(line))
 
@@ -312,6 +345,8 @@ class Agent:
         times = [] if self._kill_at is None else [self._kill_at]
         if self._start is not None and self._start.hang_s is not None and not self._quiet:
             times.append(self._heard + self._start.hang_s)
+        if self._silence is not None and not self._deaf:
+            times.append(time.monotonic() + self._silence.beat_s)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _hear(self, quiet: bool) -> None:
@@ -344,17 +379,13 @@ class Agent:
             self._say(ended=generation, left=left)
 
     def _say(self, **event: Any) -> None:
-        say(event)
+        self._outlet.say(event)
 
 
 def say(event: dict[str, Any]) -> None:
     """An event to whoever rules; nothing where it is gone."""
-    data = (json.dumps(event) + "\n").encode()
-    try:
-        while data:
-            data = data[os.write(1, data) :]
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        os.write(1, (json.dumps(event) + "\n").encode())
 
 
 def hello() -> dict[str, Any]:
@@ -386,13 +417,13 @@ def _variables(start: Start, place: int, rank: int) -> dict[str, str]:
 
 def main() -> int:
     """The keeper: forks the agent, waits for it, and ends what is left."""
-    keeper = os.getpid()
+    keeper, lost_s = os.getpid(), float(sys.argv[2]) if sys.argv[1:2] == ["--lost-s"] else None
     processes.adopt_orphans()
     agent = os.fork()
     if agent == 0:
         processes.die_with(keeper, signal.SIGTERM)
         processes.adopt_orphans()
-        return Agent(keeper).run()
+        return Agent(keeper, lost_s).run()
     os.close(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, _: processes.send(received, [agent]))

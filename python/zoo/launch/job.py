@@ -64,13 +64,15 @@ class Job:
     """How long ranks may go on after one has ended with exit code 0."""
     hang_s: float | None = None
     """After so long without output of any rank the stacks of all are printed, and the job ends."""
+    lost_s: float = 10.0
+    """A host over ssh of which nothing has been heard for so long is lost; its agent, which hears nothing, ends all."""
     max_skew_s: float = 5.0
     """By which clocks of hosts may differ."""
 
     def __post_init__(self) -> None:
         if not self.command or not self.hosts or not all(self.hosts.values()):
             raise ValueError("a job needs a script, and hosts with slots.")
-        for name in ("start_s", "finish_s", "hang_s"):
+        for name in ("start_s", "finish_s", "hang_s", "lost_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; give seconds above 0.")
@@ -116,7 +118,8 @@ class Job:
             return [sys.executable, *module]
         path = os.environ.get("PYTHONPATH")
         found = ["env", f"PYTHONPATH={path}"] if path else []
-        line = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([*found, self.python, *module])}"
+        command = [*found, self.python, *module, "--lost-s", f"{self.lost_s:g}"]
+        line = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
         return [*shlex.split(self.ssh), host, line]
 
 

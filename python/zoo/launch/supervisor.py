@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -22,6 +24,7 @@ from zoo.launch import processes, report
 from zoo.launch.agent import Start
 from zoo.launch.job import Job, free_port
 from zoo.launch.report import Failure
+from zoo.launch.silence import Beats, Silence
 
 _LATE_S = 3.0
 """Beyond the grace; an agent that has not told of its end by then does not answer."""
@@ -41,6 +44,9 @@ class _Node:
     running: bool = False
     gone: bool = False
     quiet: bool = False
+    silence: Silence | None = None
+    """None on this host: the end of a pipe tells all."""
+    heard: bool = False
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     ranks: list[int] = field(default_factory=list)
@@ -65,6 +71,8 @@ class Supervisor:
         self._finished: tuple[float, str] | None = None
         self._generation = 0
         self._open_lines: dict[tuple[int, str], str] = {}
+        self._telling = threading.Lock()
+        self._beats: Beats | None = None
 
     def run(self) -> int:
         """Until all is over. Returns the exit code: 0, that of what failed first, or 128 + the signal that ended it."""
@@ -81,6 +89,8 @@ class Supervisor:
                 self._generation += 1
             return self._end()
         finally:
+            if self._beats is not None:
+                self._beats.close()
             left = processes.end_descendants(0.0)
             if left:
                 _print(f"zoo launch: processes {left} on this host cannot be ended.\n")
@@ -94,11 +104,17 @@ class Supervisor:
                 self._job.agent_command(host), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
             node = _Node(host, list(slots), process)
+            if not self._job.is_local(host):
+                node.silence = Silence(self._job.lost_s)
             self._nodes.append(node)
             if process.stdout is None:
                 raise AssertionError("an agent has no pipe.")
             os.set_blocking(process.stdout.fileno(), False)
             self._selector.register(process.stdout, selectors.EVENT_READ, node)
+        remote = [node for node in self._nodes if node.silence is not None]
+        if remote:
+            signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a launcher that is stopped counts as gone
+            self._beats = Beats(self._job.lost_s / 5, lambda: self._beat(remote))
         while any(node.hello is None and not node.gone for node in self._nodes) and self._stopped_by is None:
             left = began + self._job.start_s - time.monotonic()
             if left <= 0:
@@ -122,9 +138,15 @@ class Supervisor:
                 ahead = node.skew_s - told[0].skew_s
                 self._fail(node, f"its clock is {ahead:+.1f} s off that of {told[0].host}; set both by NTP", code=2)
 
+    def _beat(self, nodes: list[_Node]) -> None:
+        """From a thread of its own, so that a terminal which takes nothing more does not end a job."""
+        for node in nodes:
+            if node.process.stdin is not None and select.select([], [node.process.stdin], [], 0)[1]:
+                self._tell(node, {"beat": True})
+
     def _tell(self, node: _Node, command: dict[str, Any]) -> None:
         if not node.gone and node.process.stdin is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), self._telling:
                 node.process.stdin.write((json.dumps(command) + "\n").encode())
                 node.process.stdin.flush()
 
@@ -231,6 +253,9 @@ class Supervisor:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def _turn(self, wait_s: float | None) -> None:
+        listened = [(node, node.silence) for node in self._nodes if node.silence is not None and not node.gone]
+        for _, silence in listened:
+            wait_s = silence.beat_s if wait_s is None else min(wait_s, silence.beat_s)
         for key, _ in self._selector.select(wait_s):
             if key.data is None:
                 self._read_signals()
@@ -242,6 +267,12 @@ class Supervisor:
                 node.process.returncode = ended[node.process.pid]
                 self._read(node)
                 self._agent_ended(node)
+        for node, silence in listened:
+            heard, node.heard = node.heard or node.hello is None, False
+            if silence.turn(heard) and not node.gone:
+                self._fail(node, f"nothing has been heard of it for {silence.lost_s:g} s (--lost-s): it is off, or a "
+                           "cable is", code=1)  # fmt: skip
+                self._lose(node)
 
     def _agent_ended(self, node: _Node) -> None:
         code = -signal.SIGKILL if node.process.returncode is None else node.process.returncode
@@ -265,6 +296,7 @@ class Supervisor:
             return
         try:
             while found := os.read(node.process.stdout.fileno(), 1 << 16):
+                node.heard = True
                 *lines, node.partial = (node.partial + found).split(b"\n")
                 for line in lines:
                     if line.startswith(b"{"):
