@@ -20,6 +20,7 @@ from zoo.cli.failure import one_sentence, rank_of_launch
 from zoo.cli.io import app as io_app
 from zoo.cli.launch import launch
 from zoo.cli.pipe import app as pipe_app
+from zoo.cli.report import report
 from zoo.cli.run import run
 from zoo.cli.tensor import app as tensor_app
 from zoo.cli.tune import tune
@@ -70,6 +71,7 @@ app.add_typer(tensor_app, name="tensor")
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(doctor)
+app.command()(report)
 app.command()(tune)
 
 
