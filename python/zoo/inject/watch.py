@@ -41,7 +41,7 @@ class Watch:
             if (
                 children.get(name) is not module
                 or module.__class__ is not kind
-                or (module._forward_hooks and not _rest(module._forward_hooks))
+                or (module._forward_hooks and not hooks_rest(module._forward_hooks))
                 or (module._forward_pre_hooks and not all(map(is_checking_hook, module._forward_pre_hooks.values())))
                 or "forward" in module.__dict__
             ):
@@ -83,7 +83,7 @@ def watch(layer: nn.Module, modules_of: Iterable[nn.Module]) -> Watch:
     return Watch(tuple(places), tuple(forwards.items()), tuple(functions.values()), tuple(parameters))
 
 
-def _rest(hooks: Mapping[int, Any]) -> bool:
+def hooks_rest(hooks: Mapping[int, Any]) -> bool:
     """Whether all are those that transformers leaves in attentions once anybody has asked for hidden states, and nobody
     asks for attentions now."""
     if any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values()):
@@ -98,9 +98,13 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 def is_plain() -> bool:
     """Whether values are computed and nothing else, with no hook on all modules and no mode for all functions."""
+    return computes_alone() and is_unwatched()
+
+
+def is_unwatched() -> bool:
+    """No hook on all modules and no mode for all functions."""
     return (
-        computes_alone()
-        and not modules._global_forward_hooks
+        not modules._global_forward_hooks
         and not modules._global_forward_pre_hooks
         and (torch._C._len_torch_function_stack() == 0 or _are_devices())
     )

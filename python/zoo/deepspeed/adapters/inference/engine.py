@@ -17,11 +17,22 @@ from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig
 from zoo.deepspeed.adapters.inference.fates import check, check_model, is_trained, streams
 from zoo.deepspeed.adapters.inference.lengths import Lengths, check_lengths, check_memory
 from zoo.deepspeed.adapters.utilities.logs import logger, warning_once
+from zoo.parts.hooks import checking_hook
 from zoo.tensor.agreement import all_or_none
 
 if TYPE_CHECKING:
     from zoo.inference import Graphs, Streamed
     from zoo.inject import Injection
+
+
+class _Timer:
+    """A hook that changes nothing, so that a forward may be a CUDA graph: the engine times that itself."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *_: Any) -> None:
+        self.call()
 
 
 class InferenceEngine(nn.Module):
@@ -177,10 +188,9 @@ class InferenceEngine(nn.Module):
         """
         if self.model_profile_enabled:
             return
-        # Bound methods: a copy of the engine times its own forwards.
-        self._hooks += [
-            self.module.register_forward_pre_hook(self._before), self.module.register_forward_hook(self._after),
-        ]  # fmt: skip
+        # Of bound methods: a copy of the engine times its own forwards.
+        before, after = checking_hook(_Timer(self._before)), checking_hook(_Timer(self._after))
+        self._hooks += [self.module.register_forward_pre_hook(before), self.module.register_forward_hook(after)]
         self.model_profile_enabled = True
 
     def _before(self, *_: Any) -> None:
