@@ -28,13 +28,13 @@ export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels \
-	try-wheels nvcc peer dstests kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean again
+	try-wheels nvcc peer dstests kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema pages docs clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo "also: setup test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc"
-	@echo "      peer dstests kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean"
+	@echo "      peer dstests kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema pages docs clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
@@ -180,6 +180,15 @@ bench-rust: setup
 
 schema: setup
 	@$(BIN)/python scripts/schema.py
+
+# The reference pages that are made of other files.
+pages: setup
+	@$(BIN)/python -m scripts.pages
+
+# The site: every page of the repository, in build/docs/index.html. A link that leads nowhere is an error.
+docs: setup
+	@$(BIN)/python -m sphinx -c docs -d build/doctrees -n -W --keep-going -q . build/docs
+	@echo "build/docs/index.html"
 
 bench: setup
 	@for folder in benchmarks/*/; do name=$$(basename $$folder); [ $$name = gpu ] && continue; echo "== $$name"; \

@@ -27,7 +27,12 @@ def pages() -> list[str]:
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         *(ROOT / "docs").glob("*.md"),
-        *sorted((ROOT / "docs/zero").glob("*.md")),
+        *(
+            page
+            for folder in ("zero", "start", "how-to", "concepts")
+            for page in sorted((ROOT / "docs" / folder).glob("*.md"))
+        ),
+        *sorted((ROOT / "docs/reference").rglob("*.md")),
     ]
     for top in ("python", "cuda", "moe", "compression", "crates", "examples", "benchmarks"):
         found += sorted((ROOT / top).rglob("README.md"))
@@ -191,6 +196,55 @@ def _init(_: str) -> dict[str, Any]:
     return {"MyLargeModel": TwoLayers}
 
 
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2)
+    )  # fmt: skip
+
+
+def _my_model(_: str) -> dict[str, Any]:
+    tokens = torch.arange(16)
+    return {"model": _llama(), "data": [{"input_ids": tokens, "labels": tokens}] * 16}
+
+
+def _resume(_: str) -> dict[str, Any]:
+    from zoo.engine import initialize
+
+    made = _engine("")
+    engine, *_others = initialize("config.json", made["model"], training_data=made["samples"])
+    engine.train_batch()
+    engine.save_checkpoint("runs/resumed")
+    engine.wait_for_checkpoint()
+    return {"engine": engine}
+
+
+def _pipeline(_: str) -> dict[str, Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    }
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    batch = torch.ones(4, 8), torch.ones(4, 1)
+    return {"config": config, "model": model, "example": batch[0], "loss_of": nn.functional.mse_loss,
+            "batches": iter([batch] * 2)}  # fmt: skip
+
+
+def _rollouts(_: str) -> dict[str, Any]:
+    from zoo.zero import Stage3Optimizer
+
+    model = _llama()
+    return {"optimizer": Stage3Optimizer(model, lr=0.01), "prompts": [torch.tensor([1, 2])], "step": 0}
+
+
+def _sequences(_: str) -> dict[str, Any]:
+    return {**_nn(""), **{name: torch.randn(1, 8, 4, 8) for name in "qkv"}}
+
+
 def _comm(_: str) -> dict[str, Any]:
     return {"full": torch.zeros(8), "shard": torch.ones(4)}
 
@@ -216,6 +270,13 @@ AT_HAND: dict[str, Callable[[str], dict[str, Any]]] = {
     "python/zoo/registry/README.md": _registry,
     **dict.fromkeys(OF_ZERO, _zero),
     "python/zoo/shard/init/README.md": _init,
+    "docs/start/my-model.md": _my_model,
+    "docs/how-to/resume-on-fewer-ranks.md": _resume,
+    "docs/how-to/own-component.md": lambda _: {"model": nn.Linear(2, 2)},
+    "docs/how-to/pipeline.md": _pipeline,
+    "docs/how-to/tensor-inference.md": lambda _: {"model": _llama().eval(), "prompts": [torch.tensor([1, 2])]},
+    "docs/how-to/rollouts.md": _rollouts,
+    "docs/how-to/long-sequences.md": _sequences,
 }
 """For each page the names that a reader has before an example; called on each rank, in an empty folder."""
 
@@ -230,6 +291,9 @@ RANKS = {
     **dict.fromkeys(OF_ZERO, 2),
     "python/zoo/shard/init/README.md": 2,
     "python/zoo/tensor/README.md": 2,
+    "docs/how-to/pipeline.md": 2,
+    "docs/how-to/tensor-inference.md": 2,
+    "docs/how-to/long-sequences.md": 2,
 }
 """Simulated ranks; one elsewhere. Eight for an example with a mesh of eight."""
 

@@ -82,7 +82,8 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_examples_run_and_print_what_the_page_shows(page: str, numbers: list[int], empty_folder: Path) -> None:
     num_ranks = 8 if "(2, 2, 2)" in blocks(page, "python")[numbers[0]] else RANKS.get(page, 1)
     torch.manual_seed(0)
-    results = sim.run(num_ranks, lambda rank: execute(page, numbers)) if num_ranks > 1 else [execute(page, numbers)]
+    with registry.DEFAULT.scope():
+        results = sim.run(num_ranks, lambda rank: execute(page, numbers)) if num_ranks > 1 else [execute(page, numbers)]
     for _, printed in results:
         for number, said in printed.items():
             expected = shown(page, number)
@@ -146,7 +147,10 @@ def check_zoo(words: list[str]) -> None:
         assert words[0] in command.commands, f"zoo has no command {words[0]}"
         command, words = command.commands[words[0]], words[1:]
     script = next((place for place, word in enumerate(words) if word.endswith(".py") and "/" in word), len(words))
-    if command.name == "run" and script < len(words):
+    if command.name in ("run", "launch") and "-m" in words:
+        check_python(words[words.index("-m") :])
+        words = words[: words.index("-m")]
+    elif command.name in ("run", "launch") and script < len(words):
         check_python(words[script:])
         words = words[:script]
     options = {name for parameter in command.params for name in parameter.opts}

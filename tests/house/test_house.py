@@ -27,6 +27,10 @@ def test_the_schema_in_docs_is_current() -> None:
     processes.run(ROOT / "scripts/schema.py", "--check", check=True)
 
 
+def test_the_pages_that_are_made_of_others_are_current() -> None:
+    processes.run("from scripts.pages.__main__ import main; import sys; sys.argv.append('--check'); main()", check=True)
+
+
 def test_every_dependency_is_named_with_its_reason() -> None:
     page = (ROOT / "docs/dependencies.md").read_text(encoding="utf-8")
     manifests = [
