@@ -111,6 +111,27 @@ def test_prompts_of_ranks_that_share_a_model_have_one_width() -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_what_one_rank_refuses_is_told_on_all(degree: int) -> None:
+    """Else the others would wait for it."""
+
+    def fn(rank: int) -> list[torch.Tensor]:
+        engine = made(3, inference_tp_size=degree, max_out_tokens=12)
+        found = [engine.generate(PROMPTS, **GREEDY)]
+        wrong = torch.ones(1, 20, dtype=torch.int64)
+        with pytest.raises(RuntimeError, match="a prompt of 20 tokens"):
+            engine.generate(wrong if rank == 0 else PROMPTS, **GREEDY)
+        if degree > 1:
+            with pytest.raises(ValueError, match="ask for other things: max_new_tokens is 5 and 6"):
+                engine.generate(PROMPTS, **{**GREEDY, "max_new_tokens": 5 + rank})
+            with pytest.raises(ValueError, match=r"rank 1: .*from one tensor of prompts"):
+                engine.generate(None if rank else PROMPTS, **GREEDY)
+        return [*found, engine.generate(PROMPTS, **GREEDY)]
+
+    for before, after in sim.run(2, fn):
+        assert torch.equal(before, after)
+
+
 @pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 def test_layers_are_fast_in_eval_and_leave_with_the_engine() -> None:
     engine = made(2)

@@ -137,3 +137,27 @@ def test_what_is_refused() -> None:
             rollout.generate([[3, 4]], max_new_tokens=2)
 
     sim.run(2, fn)
+
+
+@pytest.mark.parametrize("placement", ["in_place", "tensor"])
+def test_what_one_rank_refuses_all_do(placement: Any) -> None:
+    def fn(rank: int) -> None:
+        optimizer = ZeroOptimizer(model_of("Llama"), stage=3, lr=1e-2, param_persistence_threshold=0)
+        rollout = Rollout(optimizer, placement=placement, injects=False)
+        good = [[3, 4]]
+        right = rollout.generate(good, max_new_tokens=2)
+        wrong: tuple[tuple[Any, Any, str], ...] = (
+            ([[3, 97]], None, "prompt 0 has the token 97"), (good, [1, 2], "there are 1 prompts and 2 sequences"),
+            (good, [-1], "sequences has -1"), (good, "a", "sequences='a'; they must be"),
+        )  # fmt: skip
+        for prompts, sequences, told in wrong:
+            given = {"prompts": prompts, "sequences": sequences} if rank == 0 else {"prompts": good}
+            with pytest.raises(ValueError, match=rf"Rollout\.generate failed: rank 0: {told}"):
+                rollout.generate(**given, max_new_tokens=2)
+        with pytest.raises(ValueError, match=r"Rollout\.score failed: rank 1: there are 1 prompts and 0 answers"):
+            rollout.score(good, good[rank:])
+        numbers = torch.tensor([2 * rank])  # any whole numbers
+        again = rollout.generate(good, sequences=numbers, max_new_tokens=2)  # type: ignore[arg-type]
+        assert torch.equal(again[0], right[0])
+
+    sim.run(2, fn)

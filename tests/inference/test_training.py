@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.inference.test_generation import some_prompts
@@ -10,6 +12,7 @@ from tests.inject.models import model_of
 pytest.importorskip("transformers")
 
 from zoo import sim
+from zoo.comm import RankFailedError
 from zoo.inference import Sampling, generate, score
 from zoo.inject import inject
 from zoo.inject.decoder import STATE
@@ -82,3 +85,35 @@ def test_ranks_that_have_parts_generate_and_score_what_each_wants() -> None:
         assert all(
             torch.equal(one, other) for a, b in zip(mine, right, strict=True) for one, other in zip(a, b, strict=True)
         )
+
+
+def test_what_one_rank_refuses_is_told_on_all() -> None:
+    """Else the others would wait for its forwards."""
+
+    def fn(rank: int) -> list[list[int]]:
+        model = model_of("Llama")
+        optimizer = ZeroOptimizer(model, stage=3, lr=1e-2, param_persistence_threshold=0)
+        words = model.model.embed_tokens.weight
+        with GatheredParameters([words], modifier_rank=0), torch.no_grad():
+            words[7] = torch.inf
+        good, found = [torch.tensor([3, 4])], []
+        wrong: tuple[tuple[Any, dict[str, Any], str], ...] = (
+            ([[3, 97]], {}, "prompt 0 has the token 97"), (good, {"room": 3}, "room=3, and prompt 0"),
+            (good, {"sequences": [1, 2]}, "there are 1 prompts and 2 sequences"), (good, {"end": 0.5}, "end=0.5"),
+            ([[3, 4], [3, 7]], {"sampling": Sampling()}, "the greatest logit of row 0 is nan"),
+        )  # fmt: skip
+        for prompts, options, told in wrong:
+            expected, prefix = (ValueError, "") if rank == 0 else (RankFailedError, "rank 0: ValueError: ")
+            with pytest.raises(expected, match=prefix + told):
+                generate(model, prompts if rank == 0 else good, max_new_tokens=3, **(options if rank == 0 else {}))
+            found.append(generate(model, good, max_new_tokens=3, end=[])[0].tolist())
+        for answers in ([], [[97]]):
+            with pytest.raises(ValueError if rank == 0 else RankFailedError):
+                score(model, good, answers if rank == 0 else good)
+            score(model, good, good)
+        optimizer.close()
+        return found
+
+    first, second = sim.run(2, fn)
+    assert first == second
+    assert len(set(map(tuple, first))) == 1

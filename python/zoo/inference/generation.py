@@ -61,7 +61,8 @@ def generate(
     that ends is given to the next prompt. Prompts need no padding.
 
     Where ranks have parts of the parameters (ZeRO stage 3) all of them call this, each with prompts of its own, or
-    none: those that are done first run the model until all are.
+    none: those that are done first run the model until all are. What one of them refuses, or meets between two
+    forwards, is told on all.
 
     Args:
         model: a causal model of transformers, in eval mode, of full or sliding attention; injected
@@ -83,34 +84,68 @@ def generate(
     Raises:
         ValueError: the model trains, is of another kind, or needs ``slots=1``; a prompt is empty, has no room, or other
             ids; before anything is computed. A model that keeps nothing in the cache, after its first prompt.
+        zoo.comm.RankFailedError: another rank has raised; it names the rank.
     """
-    _check(model, max_new_tokens=max_new_tokens, slots=slots, room=1 if room is None else room)
-    if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling={sampling!r}; it must be a zoo.inference.Sampling.")
-    ids, ends, together = token_ids(model, prompts), _ends(model, end), Together(model)
+    together = Together(model, "zoo.inference.generate")
+    with together.checking():
+        ids, names, room, masked = _checked(model, prompts, max_new_tokens, sampling, slots, room, sequences)
+        ends = _ends(model, end)
     if not ids:
         together.finish()
         return Generated([], []) if logprobs else []
-    needed = max(len(one) for one in ids) + max_new_tokens
+    rows = min(slots, len(ids))
+    run = _Run(
+        model,
+        Slots(config_of(model), rows, room),
+        sampling,
+        ends,
+        max_new_tokens,
+        masked=masked,
+        scores=logprobs,
+        together=together,
+    )
+    tokens = run.all(ids, names)
+    return Generated(tokens, [torch.tensor(found) for found in run.logprobs]) if logprobs else tokens
+
+
+def _checked(
+    model: nn.Module, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int, sampling: Sampling, slots: int,
+    room: int | None, sequences: Sequence[int] | None,
+) -> tuple[list[Tensor], list[int], int, bool]:  # fmt: skip
+    """Prompts, the number of each one's sequence, room of a row, and whether rows of several lengths go together."""
+    _check(model, max_new_tokens=max_new_tokens, slots=slots, room=1 if room is None else room)
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling={sampling!r}; it must be a zoo.inference.Sampling.")
+    ids = token_ids(model, prompts)
+    needed = max((len(one) for one in ids), default=0) + max_new_tokens
     room = needed if room is None else room
-    if room < needed:
+    if ids and room < needed:
         longest = max(range(len(ids)), key=lambda i: len(ids[i]))
         raise ValueError(
             f"room={room}, and prompt {longest} has {len(ids[longest])} tokens and gets {max_new_tokens} more; "
             f"it must be at least {needed}."
         )
-    names = list(range(len(ids))) if sequences is None else [operator.index(one) for one in sequences]
-    if len(names) != len(ids):
-        raise ValueError(f"there are {len(ids)} prompts and {len(names)} sequences; give one for each, or none.")
-    check_places("sequences", names)
-    rows, why = min(slots, len(ids)), _one_at_a_time(model)
-    if why and rows > 1:
+    names = numbers_of(sequences, len(ids))
+    why = _one_at_a_time(model)
+    if why and min(slots, len(ids)) > 1:
         raise ValueError(f"{why}, so that rows of several lengths cannot be computed together; give slots=1.")
-    run = _Run(
-        model, Slots(config_of(model), rows, room), sampling, ends, max_new_tokens, masked=not why, scores=logprobs
-    )
-    tokens = run.all(ids, names, together)
-    return Generated(tokens, [torch.tensor(found) for found in run.logprobs]) if logprobs else tokens
+    return ids, names, room, not why
+
+
+def numbers_of(sequences: Sequence[int] | None, count: int) -> list[int]:
+    """Of so many prompts' sequences; None: 0, 1, ...
+
+    Raises:
+        ValueError: they are another number, or one is no number of a sequence.
+    """
+    try:
+        found = list(range(count)) if sequences is None else [operator.index(one) for one in sequences]
+    except TypeError as error:
+        raise ValueError(f"sequences={sequences!r}; they must be whole numbers, one for each prompt.") from error
+    if len(found) != count:
+        raise ValueError(f"there are {count} prompts and {len(found)} sequences; give one for each, or none.")
+    check_places("sequences", found)
+    return found
 
 
 class _Run:
@@ -119,7 +154,7 @@ class _Run:
 
     def __init__(
         self, model: nn.Module, slots: Slots, sampling: Sampling, ends: set[int], max_new_tokens: int, *, masked: bool,
-        scores: bool,
+        scores: bool, together: Together,
     ) -> None:  # fmt: skip
         self.model, self.slots, self.sampling, self.ends, self.most = model, slots, sampling, ends, max_new_tokens
         self.masked = masked or set(slots.windows) != {None}
@@ -132,25 +167,26 @@ class _Run:
         self.rows: list[tuple[int, int]] = []
         self.tokens: list[list[int]] = []
         self.logprobs: list[list[float]] = []
-        self.scores = scores
+        self.scores, self.together = scores, together
         self.head = head_in_parts(model) if sampling.is_of_all and not scores else None
         self.words: Words | None = None
         if self.head is not None and (part := part_of(self.head)) is not None:
             self.words = Words(part.cut.runs[0][0], part.region.comm)
 
-    def all(self, ids: list[Tensor], names: list[int], together: Together) -> list[Tensor]:
+    def all(self, ids: list[Tensor], names: list[int]) -> list[Tensor]:
         """The tokens of each prompt."""
         self.tokens, self.logprobs = [[] for _ in ids], [[] for _ in ids]
         waiting = list(reversed(range(len(ids))))
         device = next(self.model.parameters()).device
-        while together.goes_on(bool(waiting or self.rows)):
-            if waiting and len(self.rows) < self.slots.rows:
-                index = waiting.pop()
-                self._begin(ids[index].to(device), index, names[index])
-            elif self.rows:
-                self._step()
-            else:
-                together.idle()
+        while self.together.goes_on(bool(waiting or self.rows)):
+            with self.together.turn():
+                if waiting and len(self.rows) < self.slots.rows:
+                    index = waiting.pop()
+                    self._begin(ids[index].to(device), index, names[index])
+                elif self.rows:
+                    self._step()
+                else:
+                    self.together.idle()
         return [torch.tensor(found, dtype=torch.int64) for found in self.tokens]
 
     def _begin(self, prompt: Tensor, index: int, name: int) -> None:
@@ -184,6 +220,7 @@ class _Run:
     def _forward(self, ids: Tensor, cache: Any, **options: Any) -> Tensor:
         with nullcontext() if self.head is None else parts_kept(self.head):
             found: Tensor = self.model(input_ids=ids, cache=cache, use_cache=True, **options, **self.last_only).logits
+        self.together.ran()
         return found[:, -1]
 
     def _picked(self, logits: Tensor, rows: list[tuple[int, int]]) -> Tensor:

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zoo.comm import Communicator, raise_together
-from zoo.inference.generation import Generated, generate
+from zoo.comm import Communicator, raise_together, together
+from zoo.inference.generation import Generated, generate, numbers_of
 from zoo.inference.scoring import score
+from zoo.inference.tokens import token_ids
 from zoo.inference.weights import Resharded
 from zoo.layout import split_of
 from zoo.tensor import Plan, parameters_on_meta, plan_of, split
@@ -37,7 +38,7 @@ class Rollout:
     which gives prompts of its own, or none, and gets the answers to them.
 
     The tokens are the same in both placements, of the same degree of rounding: sampling is a function of place, and
-    prompts that are given no ``sequences`` are numbered over all ranks.
+    prompts that are given no ``sequences`` are numbered over all ranks. What one rank refuses all of them do.
 
     Args:
         trained: an engine, an optimizer of ``zoo.zero``, or the sharded model.
@@ -51,7 +52,8 @@ class Rollout:
         injects: the parts get the fast layers of :func:`zoo.inject.inject` where these are proved.
 
     Attributes:
-        model: what generates. placement: "in_place" or "tensor". group: the ranks that share a model; None in place.
+        model: what generates. placement: "in_place" or "tensor". comm: all ranks. group: those that share a model; None
+            in place.
         num_bytes: of this rank's parts, 0 in place. sent_bytes: that this rank sends at each call before it generates.
 
     Raises:
@@ -71,8 +73,8 @@ class Rollout:
             )
         if placement not in _PLACEMENTS:
             raise ValueError(f"placement={placement!r}; allowed are {', '.join(map(repr, _PLACEMENTS))}.")
-        self._sharded, self._comm = sharded, sharded.comm
-        size = self._comm.size
+        self._sharded, self.comm = sharded, sharded.comm
+        size = self.comm.size
         self.degree = size if degree is None else degree
         if type(self.degree) is not int or self.degree < 1 or size % self.degree:
             raise ValueError(f"degree={degree!r} does not divide the {size} ranks of the model.")
@@ -109,14 +111,14 @@ class Rollout:
         return ""
 
     def _share(self, plan: Plan | None, make: Callable[[], nn.Module] | None, *, injects: bool) -> None:
-        size = self._comm.size
-        with raise_together(self._comm, "making the model that generates"):
+        size = self.comm.size
+        with raise_together(self.comm, "making the model that generates"):
             model = self._made(make)
             cut = plan_of(model) if plan is None else plan
         groups = [list(range(first, first + self.degree)) for first in range(0, size, self.degree)]
-        self.group = self._comm.partition(groups, name="rollout")
+        self.group = self.comm.partition(groups, name="rollout")
         split(model, cut, self.group, training=False)
-        self._weights = Resharded(self._sharded, model, self._comm)
+        self._weights = Resharded(self._sharded, model, self.comm)
         self.model, self.placement = model, "tensor"
         self.num_bytes, self.sent_bytes = self._weights.num_bytes, self._weights.sent_bytes
         if injects:
@@ -156,7 +158,12 @@ class Rollout:
         self, prompts: Sequence[Tensor | Sequence[int]], *, sequences: Sequence[int] | None = None, **options: Any
     ) -> list[Tensor] | Generated:  # fmt: skip
         """See :func:`zoo.inference.generate`, whose options these are, alike on all ranks."""
-        everyone = self._gathered([_plain(one) for one in prompts], sequences, options)
+
+        def checked() -> tuple[list[Any], list[int] | None]:
+            rows = [one.tolist() for one in token_ids(self.model, prompts)]
+            return rows, None if sequences is None else numbers_of(sequences, len(rows))
+
+        everyone = self._gathered("generate", checked, options)
         self.refresh()
         in_place, mine = self.placement == "in_place", slice(*everyone.own)
         rows, numbers = (prompts, everyone.numbers[mine]) if in_place else (everyone.rows, everyone.numbers)
@@ -172,8 +179,14 @@ class Rollout:
         self, prompts: Sequence[Tensor | Sequence[int]], answers: Sequence[Tensor | Sequence[int]]
     ) -> list[Tensor]:  # fmt: skip
         """See :func:`zoo.inference.score`."""
-        pairs = [[_plain(one), _plain(other)] for one, other in zip(prompts, answers, strict=True)]
-        everyone = self._gathered(pairs, None, {})
+
+        def checked() -> tuple[list[Any], None]:
+            if len(prompts) != len(answers):
+                raise ValueError(f"there are {len(prompts)} prompts and {len(answers)} answers; give one for each.")
+            texts, others = token_ids(self.model, prompts), token_ids(self.model, answers, "answer", least=0)
+            return [[one.tolist(), other.tolist()] for one, other in zip(texts, others, strict=True)], None
+
+        everyone = self._gathered("score", checked, {})
         self.refresh()
         with _generating(self.model):
             if self.placement == "in_place":
@@ -181,22 +194,35 @@ class Rollout:
             found = score(self.model, [one for one, _ in everyone.rows], [other for _, other in everyone.rows])
         return found[slice(*everyone.own)]
 
-    def _gathered(self, rows: list[Any], sequences: Sequence[int] | None, options: dict[str, Any]) -> _Everyone:
-        """Of all ranks of this one's group. In place no rank needs another one's rows, and gets none."""
+    def _gathered(
+        self, what: str, checked: Callable[[], tuple[list[Any], list[int] | None]], options: dict[str, Any]
+    ) -> _Everyone:
+        """Of all ranks of this one's group, what ``checked`` gives: rows, and their sequences. In place no rank needs
+        another one's rows, and gets none.
+
+        Raises:
+            ValueError: on all ranks, where it raised on some, or their options differ.
+        """
         if self._sharded is None:
             raise ValueError("this Rollout was closed.")
-        here = (len(rows), rows if self.placement == "tensor" else [], sequences and list(sequences), repr(options))
-        told = self._comm.all_gather_object(here)
+
+        def mine() -> tuple[int, list[Any], list[int] | None, str]:
+            rows, sequences = checked()
+            return len(rows), rows if self.placement == "tensor" else [], sequences, repr(options)
+
+        told = together(
+            self.comm, f"Rollout.{what}", mine, error=lambda told, ranks: ValueError(told), plain=ValueError
+        )
         if len({one[3] for one in told}) > 1:
             other = next(rank for rank, one in enumerate(told) if one[3] != told[0][3])
             raise ValueError(f"ranks give other options: rank 0 {told[0][3]}, rank {other} {told[other][3]}.")
         numbers = _numbers(told)
-        first = self._comm.rank // self.degree * self.degree if self.placement == "tensor" else self._comm.rank
+        first = self.comm.rank // self.degree * self.degree if self.placement == "tensor" else self.comm.rank
         ranks = range(first, first + (self.degree if self.placement == "tensor" else 1))
-        before = sum(told[rank][0] for rank in ranks if rank < self._comm.rank)
+        before, count = sum(told[rank][0] for rank in ranks if rank < self.comm.rank), told[self.comm.rank][0]
         return _Everyone(
             [row for rank in ranks for row in told[rank][1]], [n for rank in ranks for n in numbers[rank]],
-            (before, before + len(rows)),
+            (before, before + count),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -219,10 +245,6 @@ def _numbers(told: Sequence[Any]) -> list[list[int]]:
         found.append(list(range(at, at + count)) if sequences is None else sequences)
         at += count
     return found
-
-
-def _plain(row: Any) -> Any:
-    return row.tolist() if isinstance(row, Tensor) else row
 
 
 @contextmanager

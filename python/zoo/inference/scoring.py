@@ -69,11 +69,13 @@ def score(
         ValueError: the model trains, or is of another kind; other numbers of prompts and answers; a prompt without a
             token, or other ids; before anything is computed.
     """
-    check_model(model, "zoo.inference.score")
-    if len(prompts) != len(answers):
-        raise ValueError(f"there are {len(prompts)} prompts and {len(answers)} answers; give one for each.")
-    pairs = [*zip(token_ids(model, prompts), token_ids(model, answers, "answer", least=0), strict=True)]
-    device, together = next(model.parameters()).device, Together(model)
+    together = Together(model, "zoo.inference.score")
+    with together.checking():
+        check_model(model, "zoo.inference.score")
+        if len(prompts) != len(answers):
+            raise ValueError(f"there are {len(prompts)} prompts and {len(answers)} answers; give one for each.")
+        pairs = [*zip(token_ids(model, prompts), token_ids(model, answers, "answer", least=0), strict=True)]
+    device = next(model.parameters()).device
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     found = []
     for prompt, answer in pairs:
@@ -81,10 +83,12 @@ def score(
             found.append(torch.empty(0))
             continue
         together.goes_on(True)
-        ids = torch.cat([prompt, answer])[:-1].to(device)
-        options: Any = {"logits_to_keep": len(answer)} if keeps else {}
-        logits = model(input_ids=ids[None], use_cache=False, **options).logits[0, -len(answer) :]
-        found.append(logprob(logits, answer).cpu())
+        with together.turn():
+            ids = torch.cat([prompt, answer])[:-1].to(device)
+            options: Any = {"logits_to_keep": len(answer)} if keeps else {}
+            logits = model(input_ids=ids[None], use_cache=False, **options).logits[0, -len(answer) :]
+            together.ran()
+            found.append(logprob(logits, answer).cpu())
     together.finish()
     return found
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zoo.comm import raise_together, together
 from zoo.config import ConfigError
 from zoo.deepspeed.adapters import told_as
 from zoo.deepspeed.adapters.configuration.plain_values import said_in
@@ -79,10 +80,12 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         """
         own: Any = self.module.generate
         lengths = Lengths(self.max_out_tokens, 1, "the section hybrid_engine")
-        told_as(RuntimeError)(check_lengths)(self.module, lengths, inputs, kwargs)
         if self.inference_tp_size > 1:
-            return generate_together(self.rollout, inputs, kwargs)
-        if self.engine.sharded.everyone.size > 1 and self.zero_optimization_stage() == 3 and _takes_synced(own):
+            return told_as(RuntimeError)(generate_together)(self.rollout, lengths, inputs, kwargs)
+        parted = self.engine.sharded.everyone.size > 1 and self.zero_optimization_stage() == 3
+        with raise_together(self.engine.sharded.everyone if parted else None, "generate"):
+            told_as(RuntimeError)(check_lengths)(self.module, lengths, inputs, kwargs)
+        if parted and _takes_synced(own):
             kwargs.setdefault("synced_gpus", True)
         training = [module for module in self.module.modules() if module.training]
         self.module.eval()
@@ -113,34 +116,68 @@ def _whole(section: Mapping[str, Any], key: str, default: int) -> int:
     return value
 
 
-def generate_together(rollout: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """``generate`` of transformers for the rows of all ranks that share a model; this rank's. Collective over them.
+def generate_together(
+    rollout: Any, lengths: Lengths, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor:  # fmt: skip
+    """``generate`` of transformers for the rows of all ranks that share a model; this rank's. Collective over all ranks
+    of the engine.
 
     Raises:
-        ValueError: prompts of ranks have other widths, or what is asked for are not the tokens alone.
+        ValueError: on all ranks: a row of one is too long, prompts of ranks that share a model have other widths, or
+            they ask for other things, or for more than the tokens.
     """
     from zoo.deepspeed.adapters.inference.ranks import draw_alike
 
+    def mine() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, str]]:
+        check_lengths(rollout.model, lengths, inputs, dict(kwargs))
+        rest, rows, mask = _rows_of(inputs, dict(kwargs))
+        return rows.cpu(), None if mask is None else mask.cpu(), {name: _told(value) for name, value in rest.items()}
+
+    everyone = together(rollout.comm, "generate", mine, error=lambda said, _: ValueError(said), plain=ValueError)
+    groups = [everyone[first : first + rollout.degree] for first in range(0, len(everyone), rollout.degree)]
+    for group in groups:
+        _check_alike(group)
     rest, rows, mask = _rows_of(inputs, dict(kwargs))
-    group = rollout.group
-    told = group.all_gather_object((rows.cpu(), None if mask is None else mask.cpu()))
-    widths = [one.shape[1] for one, _ in told]
-    masked = [there is not None for _, there in told]
+    group, told = rollout.group, groups[rollout.comm.rank // rollout.degree]
+    if mask is not None:
+        rest["attention_mask"] = torch.cat([there for _, there, _ in told if there is not None]).to(rows.device)
+    rollout.refresh()
+    with torch.random.fork_rng(), torch.no_grad():  # training draws what it would have drawn
+        draw_alike(group)
+        found = rollout.model.generate(torch.cat([one for one, _, _ in told]).to(rows.device), **rest)
+    times = found.shape[0] // sum(len(one) for one, _, _ in told)  # sequences of a row
+    before = times * sum(len(one) for one, _, _ in told[: group.rank])
+    own: torch.Tensor = found[before : before + times * len(rows)]
+    return own
+
+
+def _check_alike(told: list[tuple[torch.Tensor, torch.Tensor | None, dict[str, str]]]) -> None:
+    widths, masked = [rows.shape[1] for rows, _, _ in told], [mask is not None for _, mask, _ in told]
     if len(set(widths)) > 1 or len(set(masked)) > 1:
         raise ConfigError(
             f"hybrid_engine.inference_tp_size: ranks generate together, and their prompts have {widths} columns, "
             f"with a mask: {masked}. Pad all to one width, and give all a mask, or none."
         )
-    if mask is not None:
-        rest["attention_mask"] = torch.cat([there for _, there in told]).to(rows.device)
-    rollout.refresh()
-    with torch.random.fork_rng(), torch.no_grad():  # training draws what it would have drawn
-        draw_alike(group)
-        found = rollout.model.generate(torch.cat([one for one, _ in told]).to(rows.device), **rest)
-    times = found.shape[0] // sum(len(one) for one, _ in told)  # sequences of a row
-    before = times * sum(len(one) for one, _ in told[: group.rank])
-    own: torch.Tensor = found[before : before + times * len(rows)]
-    return own
+    first = told[0][2]
+    for _, _, other in told:
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise ConfigError(
+                    f"hybrid_engine.inference_tp_size: ranks generate together, and ask for other things: {name} is "
+                    f"{first.get(name)} and {other.get(name)}. Give all the same."
+                )
+
+
+def _told(value: Any) -> str:
+    """What can be compared with another rank's: of an object the class, as its repr may have an address."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    plain = isinstance(value, (bool, int, float, str, type(None)))
+    if plain or hasattr(value, "to_json_string"):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {', '.join(map(_told, value))}"
+    return type(value).__name__
 
 
 def _rows_of(inputs: tuple[Any, ...], rest: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor, Any]:
