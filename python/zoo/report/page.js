@@ -18,7 +18,7 @@
   const plain = (v, digits) => {
     if (v === 0) return "0";
     const size = Math.abs(v);
-    if (size < 1e-3 || size >= 1e7) return v.toExponential(Math.max(0, digits - 1)).replace("e+", "e");
+    if (size < 1e-3 || size >= 1e7) return Number(v.toPrecision(digits)).toExponential().replace("e+", "e");
     return v.toLocaleString("en-US", { maximumSignificantDigits: Math.max(digits, Math.floor(Math.log10(size)) + 1) });
   };
   const scaled = (units, base) => (v, digits) => {
