@@ -28,12 +28,12 @@ export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels \
-	try-wheels nvcc peer dstests kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema pages docs clean again
+	try-wheels release nvcc peer dstests kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema pages docs clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo "also: setup test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc"
+	@echo "also: setup test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels try-wheels release nvcc"
 	@echo "      peer dstests kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema pages docs clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
@@ -126,10 +126,16 @@ contracts: setup
 
 # Wheels and source archives of all distributions, into dist/; and a training with nothing but them in an empty environment.
 wheels: setup
-	@$(BIN)/python scripts/wheels.py build
+	@$(BIN)/python -m scripts.wheels build
 
 try-wheels: wheels
-	@$(BIN)/python scripts/wheels.py try
+	@$(BIN)/python -m scripts.wheels try
+
+# All files of a release, built twice at different paths, compared byte by byte, and tried; docs/release.md says how to publish.
+# PYTHONS="python3.10 python3.12" tries them on others too.
+release: setup
+	@$(BIN)/python -m scripts.release all
+	@$(if $(PYTHONS),$(BIN)/python -m scripts.release try $(PYTHONS))
 
 # For machines without a CUDA toolkit: nvcc as wheels, 113 MB to download, 308 MB on the disk.
 nvcc: setup

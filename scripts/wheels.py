@@ -1,10 +1,15 @@
 """Wheels of all distributions, and a training with nothing but them in an empty environment.
 
-    python scripts/wheels.py build    a source archive of each distribution and, made from that, its wheel, into dist/
-    python scripts/wheels.py try      install them into a new environment and train with the defaults
+    python -m scripts.wheels build    a source archive of each distribution and, made from that, its wheel, into dist/
+    python -m scripts.wheels try      install them into a new environment and train with the defaults
 
-A commit gives the same bytes each time on one machine: files have the time of the commit, and the Rust extension is
-compiled in one place, build/wheels. torch and the other packages come from where uv gets them, its cache first.
+A commit gives the same bytes wherever it is built with the same compilers: files have the time of the commit, what
+compilers write down of paths does not name this machine, tools have the versions of requirements-release.txt, and
+wheels are packed again (scripts/release/repacking.py). torch and the other packages come from where uv gets them, its
+cache first.
+
+ZOO_VENV names another .venv; ZOO_TORCH_PYTHONS further Pythons, with another torch and with hatchling, for which there
+is a wheel with kernels too; ZOO_TRY_PYTHON the Python that the wheels are tried on.
 """
 
 import os
@@ -18,8 +23,10 @@ import time
 import zipfile
 from pathlib import Path
 
+from scripts.release.repacking import repack
+
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+VENV = Path(os.environ.get("ZOO_VENV", ROOT / ".venv"))
 UV = str(VENV / "bin/uv")
 DIST = ROOT / "dist"
 FOLDERS = {"zoo-core": ".", "zoo-kernels": "cuda", "zoo-moe": "moe", "zoo-compression": "compression"}
@@ -56,33 +63,51 @@ def build() -> list[Path]:
     environment = {
         **os.environ,
         "SOURCE_DATE_EPOCH": time_of_commit(),
-        # What `make setup` has compiled of other people's crates is used again.
-        "CARGO_TARGET_DIR": str(ROOT / "target"),
+        # Not that of `make setup`, whose flags are others: each would compile all crates again after the other.
+        "CARGO_TARGET_DIR": str(work / "target"),
+        "CARGO_ENCODED_RUSTFLAGS": rust_flags(work),
     }
+    tools = ("--build-constraints", ROOT / "requirements-release.txt")
     wheels = []
     for name, folder in {**FOLDERS, **STANDIN}.items():
-        build_one = (UV, "build", "--quiet", "--python", VENV / "bin/python", "--out-dir", DIST)
+        build_one = (UV, "build", "--quiet", "--python", VENV / "bin/python", "--out-dir", DIST, *tools)
         run(*build_one, "--sdist", ROOT / folder, env=environment)
         (archive,) = DIST.glob(f"{name.replace('-', '_')}-*.tar.gz")
-        # Always the same folder, because rustc writes where a crate lies into what it makes.
         unpacked = unpack(archive, work / name)
         run(*build_one, "--wheel", unpacked, env=environment)
         (wheel,) = DIST.glob(f"{name.replace('-', '_')}-*.whl")
+        repack(wheel, int(time_of_commit()))
         check_contents(name, wheel, ROOT / folder)
         wheels.append(wheel)
-    wheels.append(build_with_kernels(environment))
-    (DIST / ".gitignore").unlink(missing_ok=True)
+    for python in (VENV / "bin/python", *filter(None, os.environ.get("ZOO_TORCH_PYTHONS", "").split(os.pathsep))):
+        wheels.append(build_with_kernels(Path(python), environment))
+    for leftover in DIST.rglob(".gitignore"):
+        leftover.unlink()
     return wheels
 
 
-def build_with_kernels(environment: dict[str, str]) -> Path:
-    """The wheel of zoo-kernels for who has no compiler, apart from the others: an installer would prefer it."""
+def rust_flags(work: Path) -> str:
+    """Where sources lie, as rustc writes it into messages of panics: the same everywhere. Flags as cargo parts them."""
+    places = {str(work): "/zoo", os.environ.get("CARGO_HOME", str(Path.home() / ".cargo")): "/cargo"}
+    given = os.environ.get("RUSTFLAGS", "").split()
+    return "\x1f".join([*given, *(f"--remap-path-prefix={there}={name}" for there, name in places.items())])
+
+
+def build_with_kernels(python: Path, environment: dict[str, str]) -> Path:
+    """The wheel of zoo-kernels for who has no compiler, apart from the others: an installer would prefer it.
+
+    It is for the version of torch that ``python`` has, which its name says.
+    """
+    torch = run(python, "-c", "import torch; print(torch.__version__.partition('+')[0])").split()[-1]
+    into = DIST / "with-kernels"
+    before = set(into.glob("*.whl"))
     run(
-        UV, "build", "--quiet", "--python", VENV / "bin/python", "--no-build-isolation", "--wheel",
-        "--out-dir", DIST / "with-kernels", ROOT / "build/wheels/zoo-kernels" / unpacked_name("zoo_kernels"),
+        UV, "build", "--quiet", "--python", python, "--no-build-isolation", "--wheel",
+        "--out-dir", into, ROOT / "build/wheels/zoo-kernels" / unpacked_name("zoo_kernels"),
         env={**environment, "ZOO_WHEEL_KERNELS": "cpu"},
     )  # fmt: skip
-    (wheel,) = (DIST / "with-kernels").glob("zoo_kernels-*.whl")
+    (wheel,) = set(into.glob("*.whl")) - before
+    wheel = repack(wheel, int(time_of_commit()), build=f"1torch{torch}")
     with zipfile.ZipFile(wheel) as file:
         libraries = [name for name in file.namelist() if name.startswith("zoo/kernels/ahead/")]
     if len(libraries) != 2 or wheel.name.endswith("-any.whl"):
@@ -155,15 +180,22 @@ def try_them() -> None:
 
 
 def make_environment(home: Path) -> Path:
-    """An environment with zoo-core and what it asks for; torch is that of .venv, shared where .venv shares it."""
-    run(UV, "venv", "--quiet", "--python", VENV / "bin/python", home / "venv")
+    """An environment with zoo-core and what it asks for; torch is that of .venv, shared where .venv shares it.
+
+    With ZOO_TRY_PYTHON it is one of that Python, and has what an installer chooses for it.
+    """
+    other = os.environ.get("ZOO_TRY_PYTHON", str(VENV / "bin/python"))
+    run(UV, "venv", "--quiet", "--python", other, home / "venv")
     python = home / "venv/bin/python"
-    (home / "constraints.txt").write_text(
-        re.sub(r"(?m)^(zoo-|-e ).*\n", "", run(UV, "pip", "freeze", "--python", VENV / "bin/python"))
-    )
-    extra = ["--constraint", home / "constraints.txt"]
+    own = other == str(VENV / "bin/python")
+    extra: list[object] = []
+    if own:
+        (home / "constraints.txt").write_text(
+            re.sub(r"(?m)^(zoo-|-e ).*\n", "", run(UV, "pip", "freeze", "--python", VENV / "bin/python"))
+        )
+        extra = ["--constraint", home / "constraints.txt"]
     shared = next(VENV.glob("lib/*/site-packages/zoo-shared-torch.pth"), None)
-    if shared is not None:
+    if shared is not None and own:
         (target,) = (home / "venv").glob("lib/*/site-packages")
         shutil.copy(shared, target)
         extra += ["--override", VENV / "overrides.txt"]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from zoo.kernels.building.plan import SOURCES, BuildError, Plan
+from zoo.kernels.building.plan import SOURCES, BuildError, Plan, torch_folder
 
 MAX_LINES = 20
 """How much of a compiler's output goes into an error."""
@@ -98,11 +98,14 @@ def ninja_file(plan: Plan, objects: Sequence[Path] = ()) -> str:
     def path(text: object) -> str:
         return re.sub(r"([$ :])", r"$\1", str(text))
 
+    # What a compiler writes down of where sources lie (assertions, messages) is the same wherever it runs.
+    places = {SOURCES: "zoo/kernels", torch_folder(): "torch"}
+    mapped = " ".join(quoted(f"-ffile-prefix-map={there}={name}") for there, name in places.items())
     compiler = " ".join(map(quoted, plan.compiler))
     lines = [
         "ninja_required_version = 1.8",
         "rule compile",
-        f"  command = {compiler} -MMD -MF $out.d $flags -c $in -o $out",
+        f"  command = {compiler} -MMD -MF $out.d {mapped} $flags -c $in -o $out",
         "  deps = gcc",
         "  depfile = $out.d",
         "rule link",
