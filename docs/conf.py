@@ -22,6 +22,8 @@ source_suffix = {".md": "markdown"}
 include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
     "docs/**.md",
     "cuda/WRITING.md",
     "python/zoo/**README.md",
@@ -57,7 +59,16 @@ CONTENTS: dict[str, list[tuple[str, list[str]]]] = {
         ("Concepts", ["docs/concepts/*.md", "docs/architecture.md"]),
         (
             "Reference",
-            ["docs/reference/*.md", "docs/config.md", "docs/migration.md", "docs/dependencies.md", "CONTRIBUTING.md"],
+            [
+                *(
+                    "docs/reference/*.md",
+                    "docs/config.md",
+                    "docs/migration.md",
+                    "docs/dependencies.md",
+                    "CONTRIBUTING.md",
+                ),
+                *("docs/release.md", "CHANGELOG.md", "SECURITY.md"),
+            ],
         ),
     ],
     "docs/reference/packages": [
