@@ -60,13 +60,7 @@ CONTENTS: dict[str, list[tuple[str, list[str]]]] = {
         (
             "Reference",
             [
-                *(
-                    "docs/reference/*.md",
-                    "docs/config.md",
-                    "docs/migration.md",
-                    "docs/dependencies.md",
-                    "CONTRIBUTING.md",
-                ),
+                *("docs/reference/*.md", "docs/migration.md", "docs/dependencies.md", "CONTRIBUTING.md"),
                 *("docs/release.md", "CHANGELOG.md", "SECURITY.md"),
             ],
         ),
@@ -77,6 +71,7 @@ CONTENTS: dict[str, list[tuple[str, list[str]]]] = {
     "docs/reference/benchmarks": [("", ["benchmarks/**/*.md"])],
     "docs/reference/records": [("", ["docs/campaigns/*.md", "docs/clients/*.md", "docs/dstests/*.md"])],
     "docs/reference/examples": [("", ["examples/**/*.md"])],
+    "docs/reference/configuration": [("", ["docs/reference/config/*.md"])],
     "python/zoo/zero/README": [("", ["docs/zero/*.md"])],
     "python/zoo/shard/README": [("", ["python/zoo/shard/*/README.md"])],
     "python/zoo/data_efficiency/README": [("", ["docs/data_efficiency.md"])],

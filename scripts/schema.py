@@ -1,7 +1,7 @@
 """Write what is made of the sections of a configuration; --check only compares.
 
-docs/config.schema.json, with which editors complete and check ds_config documents; docs/config.md, the table of all
-keys; and ``ZeroOptions``, the keywords of ZeRO optimizers for type checkers.
+docs/config.schema.json, with which editors complete and check ds_config documents; docs/reference/configuration.md and
+docs/reference/config, the tables of all keys; and ``ZeroOptions``, the keywords of ZeRO optimizers for type checkers.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from zoo.config import json_schema
-from zoo.config.page import page
+from zoo.config.page import pages
 from zoo.config.section import section_of
 from zoo.zero import ZeroConfig
 
@@ -60,12 +60,13 @@ def _types(annotation: Any) -> Iterator[str]:
 def main() -> None:
     texts = {
         "docs/config.schema.json": json.dumps(json_schema(), indent=2, sort_keys=True) + "\n",
-        "docs/config.md": page(),
+        **{f"docs/reference/{name}": text for name, text in pages().items()},
         "python/zoo/zero/options/zero_options.py": keywords(),
     }
     for name, text in texts.items():
         target = ROOT / name
         if "--check" not in sys.argv:
+            target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
         elif not target.exists() or target.read_text(encoding="utf-8") != text:
             sys.exit(f"{name} is not what the sections say now; `make schema` writes it again")

@@ -5,14 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from scripts.pages import benchmarks
+from scripts.pages import benchmarks, pictures
+
+from zoo.cli.explaining import messages
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def texts() -> dict[str, str]:
     """Path from the root → what stands there."""
-    return {"docs/reference/benchmarks.md": benchmarks.page(ROOT)}
+    return {
+        "docs/reference/benchmarks.md": benchmarks.page(ROOT),
+        "docs/reference/messages.md": messages.page(),
+        **{f"docs/concepts/{name}": text for name, text in pictures.pictures().items()},
+    }
 
 
 def main() -> None:

@@ -315,6 +315,22 @@ def profile(
 
 
 @app.command()
+def explain(
+    message: Annotated[str, typer.Argument(metavar="MESSAGE", help="What zoo said, or a part of it.")],
+) -> None:
+    """Print what a message of zoo means, and what to do."""
+    with one_sentence(shared=True):
+        from zoo.cli.explaining.messages import find
+
+        known, found = find(message)
+        if not found:
+            raise ValueError("no message of the index is like that; docs/reference/messages.md has all of them.")
+        if not known:
+            typer.echo("not one of the index; the nearest are:\n")
+        typer.echo("\n\n".join(map(str, found)))
+
+
+@app.command()
 def components(kind: Annotated[str | None, typer.Argument(help="Only this kind.")] = None) -> None:
     """Print every component that can be named in a configuration."""
     with one_sentence(shared=True):
@@ -331,11 +347,30 @@ def components(kind: Annotated[str | None, typer.Argument(help="Only this kind."
             typer.echo(f"problem: {problem}", err=True)
 
 
-@config_app.command()
-def explain(config: Path_, set_: Set = None) -> None:
-    """Print every value of CONFIG and where it came from."""
+@config_app.command("explain")
+def explain_configuration(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG|KEY",
+            show_default=False,
+            help="A file or an example, or a key such as zero_optimization.stage.",
+        ),
+    ],
+    set_: Set = None,
+) -> None:
+    """Print every value of CONFIG and where it came from; or what KEY does, its type and its default."""
     with one_sentence(shared=True):
         from zoo.config import read
+
+        config = file_or_example(Path(what))
+        if not config.is_file() and config.suffix not in (".json", ".yaml", ".yml") and "/" not in what:
+            from zoo.config.keys import explain_key
+
+            if set_:
+                raise ValueError(f"--set goes with a configuration, and {what!r} is no file; leave it out.")
+            typer.echo(explain_key(what))
+            return
 
         document = read(config, overrides=set_ or ())
         if "train" in document.values:

@@ -1,4 +1,4 @@
-"""`docs/config.md`: every key of a document and what becomes of it, from the fields and tables of the sections."""
+"""`docs/reference/config`: every key of a document and what becomes of it, from fields and tables of the sections."""
 
 from __future__ import annotations
 
@@ -21,27 +21,43 @@ from zoo.config.section import Documented, Section, aliases_of, is_own, section_
 from zoo.config.tree import Tree
 from zoo.registry import DEFAULT, LoadError, Registry, argument_types, config_class, keywords
 
-__all__ = ["Row", "page", "rows"]
+__all__ = ["FATES", "Row", "pages", "place", "rows"]
 
 CARRIED_OUT = "carried out"
 _EFFECTLESS = {"Refused": "refused", "Taken, and without effect": "unnecessary"}
 """How the docstring of a component's option begins that is not carried out."""
 
+FATES = {
+    CARRIED_OUT: "the key is an option of zoo.",
+    "unnecessary": "zoo does it anyway, or has no choice there. A value that asks for something else gives a note.",
+    "translated": "a key of former times, read as another one, with a note.",
+    "refused": 'a value that asks for it is an error. null, "auto" and the default are taken.',
+    "waits": "the same as refused, until the feature is there.",
+}
+"""What becomes of a key, and what that means."""
+
 HEAD = """# Configuration
 
-Every key of a ds_config document and what becomes of it. Written by `make schema` from the fields and tables of the
-sections; `zoo.config` says how documents are read.
+Every key of a configuration, one page a section. `zoo config explain KEY` prints one of them. Keys of a ds_config of
+DeepSpeed are all here; each has a fate:
 
-* **carried out**: the key is an option of zoo, with the default that is given here.
-* **unnecessary**: zoo does it anyway, or has nothing that it could choose. The key is taken; a value that asks for
-  something else gives a note.
-* **translated**: a key of former times, read as another one, with a note.
-* **refused**: a value that asks for it is an error. null, "auto" and the default are taken.
-* **waits**: the same, until the feature is there.
-
-A second spelling stands in brackets. Keys without a sentence have that of the section. Any value may be `"auto"` until
-it is resolved (`Document.resolve_auto`).
+| fate | what it means |
+|---|---|
 """
+
+TAIL = """
+A second spelling stands in brackets. Keys without a sentence have that of the section. Any value may be `"auto"` until
+it is resolved (`Document.resolve_auto`). Written by `make schema` from the fields and tables of the sections;
+[zoo.config](../../python/zoo/config/README.md) says how documents are read.
+
+## Sections
+
+| section | |
+|---|---|
+"""
+
+FIRST, FOLDER = "configuration.md", "config"
+"""The first page, and the folder beside it where those of the sections are."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +90,41 @@ def rows(registry: Registry = DEFAULT) -> dict[str, list[Row]]:
     return tables
 
 
-def page(registry: Registry = DEFAULT) -> str:
-    """The page as Markdown."""
-    parts = [HEAD]
-    for title, found in rows(registry).items():
-        parts.append(f"## {f'`{title}`' if title and ' ' not in title else title or 'The root'}\n")
-        parts.append("| key | type | default | fate | |\n|---|---|---|---|---|")
-        parts += [_line(row) for row in found]
-        parts.append("")
-    return "\n".join(parts)
+def pages(registry: Registry = DEFAULT) -> dict[str, str]:
+    """Path from ``docs/reference`` → Markdown: the first page, with the keys of the root, and one for each section."""
+    tables = rows(registry)
+    root = {row.path: row for row in tables[""]}
+    by_place: dict[str, list[str]] = {}
+    for title in tables:
+        by_place.setdefault(place(title), []).append(title)
+    found: dict[str, str] = {}
+    listed = []
+    for where, titles in sorted(by_place.items()):
+        if where == FIRST:
+            continue
+        name = where.removeprefix(f"{FOLDER}/").removesuffix(".md")
+        listed.append(f"| [{name}]({where}) | {root[name].sentence if name in root else ''} |")
+        parts = [f"# {name}\n\n[All sections](../{FIRST})\n"]
+        for title in titles:
+            heading = f"`{title}`" if " " not in title else title
+            parts += ([] if title == name else [f"## {heading}\n"]) + [_table_of(tables[title])]
+        found[where] = "\n".join(parts)
+    fates = "\n".join(f"| **{fate}** | {meaning} |" for fate, meaning in FATES.items())
+    sections = {row.path for row in tables[""] if row.type == "section"}
+    plain = _table_of([row for row in tables[""] if row.path not in sections])
+    found[FIRST] = f"{HEAD}{fates}\n{TAIL}" + "\n".join(listed) + f"\n\n## Keys outside of sections\n\n{plain}"
+    return found
+
+
+def place(title: str) -> str:
+    """The page on which the table of this title is."""
+    if not title:
+        return FIRST
+    return f"{FOLDER}/{title.split(' ')[0].split('.')[0]}.md"
+
+
+def _table_of(found: Iterable[Row]) -> str:
+    return "\n".join(["| key | type | default | fate | |\n|---|---|---|---|---|", *map(_line, found), ""])
 
 
 def _line(row: Row) -> str:

@@ -127,7 +127,7 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
     (
         "the configuration",
         "is checked: keys that contradict each other, and options that nobody carries out, are a ConfigError (a"
-        " ValueError) with a sentence. What becomes of each key is on [its page](config.md); "
+        " ValueError) with a sentence. What becomes of each key is on [its page](reference/configuration.md); "
         "what the compiler would offload is refused.",
     ),
     (

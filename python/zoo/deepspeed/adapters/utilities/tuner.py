@@ -147,7 +147,7 @@ class Autotuner:
         if "train" not in self.user_config:
             raise ValueError(
                 "the tuner runs jobs of zoo train, and this document has no section train that says which; add one "
-                "(docs/config.md), or try documents of your script yourself."
+                "(docs/reference/configuration.md), or try documents of your script yourself."
             )
         if self.exp_num_nodes > 1:
             raise ValueError(f"trials run on one machine, and {self.exp_num_nodes} hosts are asked for; --num_nodes 1.")
