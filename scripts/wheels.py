@@ -2,6 +2,7 @@
 
     python -m scripts.wheels build    a source archive of each distribution and, made from that, its wheel, into dist/
     python -m scripts.wheels try      install them into a new environment and train with the defaults
+    python -m scripts.wheels try PYTHON ...    the same in short on each of these
 
 A commit gives the same bytes wherever it is built with the same compilers: files have the time of the commit, what
 compilers write down of paths does not name this machine, tools have the versions of requirements-release.txt, and
@@ -9,7 +10,7 @@ wheels are packed again (scripts/release/repacking.py). torch and the other pack
 cache first.
 
 ZOO_VENV names another .venv; ZOO_TORCH_PYTHONS further Pythons, with another torch and with hatchling, for which there
-is a wheel with kernels too; ZOO_TRY_PYTHON the Python that the wheels are tried on.
+is a wheel with kernels too.
 """
 
 import os
@@ -106,12 +107,14 @@ def build_with_kernels(python: Path, environment: dict[str, str]) -> Path:
         "--out-dir", into, ROOT / "build/wheels/zoo-kernels" / unpacked_name("zoo_kernels"),
         env={**environment, "ZOO_WHEEL_KERNELS": "cpu"},
     )  # fmt: skip
+    shutil.rmtree(into / "ahead")
     (wheel,) = set(into.glob("*.whl")) - before
     wheel = repack(wheel, int(time_of_commit()), build=f"1torch{torch}")
     with zipfile.ZipFile(wheel) as file:
         libraries = [name for name in file.namelist() if name.startswith("zoo/kernels/ahead/")]
     if len(libraries) != 2 or wheel.name.endswith("-any.whl"):
         stop(f"{wheel.name} was to have two libraries and be for one kind of machine; it has {libraries}.")
+    check_paths(wheel)
     say(f"{wheel.name} with the CPU kernels: {wheel.stat().st_size:,} bytes")
     return wheel
 
@@ -151,9 +154,20 @@ def check_contents(name: str, wheel: Path, folder: Path) -> None:
         missing.append("LICENSE")
     if name == "zoo-core" and not any(path.startswith("zoo/io/_native") and path.endswith(".so") for path in there):
         missing.append("the Rust extension")
+    check_paths(wheel)
     if missing:
         stop(f"{wheel.name} lacks {', '.join(missing)}.")
     say(f"{wheel.name}: {wheel.stat().st_size:,} bytes, {len(there)} files")
+
+
+def check_paths(wheel: Path) -> None:
+    """Stop where a library in a wheel tells of a folder of this machine: elsewhere other bytes would come out."""
+    places = {str(ROOT), str(VENV), sys.base_prefix, os.environ.get("CARGO_HOME", str(Path.home() / ".cargo"))}
+    with zipfile.ZipFile(wheel) as file:
+        for name in file.namelist():
+            data = file.read(name) if name.endswith(".so") else b""
+            if told := sorted(place for place in places if f"{place}/".encode() in data):
+                stop(f"{name} in {wheel.name} names {', '.join(told)}; compilers have to map it to another name.")
 
 
 # -- trying -----------------------------------------------------------------------------------------------------------
@@ -179,15 +193,39 @@ def try_them() -> None:
     say(f"the wheels train in an empty environment ({time.monotonic() - began:.0f} s)")
 
 
-def make_environment(home: Path) -> Path:
+def try_on(other: str) -> None:
+    """The same in short on another Python, without a compiler: with the kernels of the wheel for its torch, if there is
+    one, else with the references."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="zoo-wheels-") as name:
+        home = Path(name)
+        python = make_environment(home, other)
+        torch = run(python, "-c", "import torch; print(torch.__version__.partition('+')[0])").split()[-1]
+        fits = [*(DIST / "with-kernels").glob(f"zoo_kernels-*-1torch{torch}-*.whl")]
+        for wheel in fits:
+            run(UV, "pip", "install", "--quiet", "--python", python, "--no-deps", "--reinstall", wheel)
+        kernels = "native" if fits else "auto"
+        environment = {
+            "HOME": str(home), "PATH": str(python.parent), "ZOO_CACHE_DIR": str(home / "cache"), "ZOO_KERNELS": kernels,
+        }  # fmt: skip
+        zoo = python.parent / "zoo"
+        said = run(zoo, "train", "byte_lm", "--steps", 20, "--set", "steps_per_print=10", cwd=home, env=environment)
+        if not re.search(r"step +20/20", said) or not (home / "runs/bytes/loss.png").exists():
+            stop(f"the example did not train:\n{said}")
+        run(zoo, "report", home / "runs/bytes", cwd=home, env=environment)
+        try_plugins(home, python, environment)
+    how = f"with the kernels for torch {torch}" if fits else f"with torch {torch}, for which dist/ has no kernels"
+    say(f"the wheels train on {other} {how} ({time.monotonic() - began:.0f} s)")
+
+
+def make_environment(home: Path, other: str | None = None) -> Path:
     """An environment with zoo-core and what it asks for; torch is that of .venv, shared where .venv shares it.
 
-    With ZOO_TRY_PYTHON it is one of that Python, and has what an installer chooses for it.
+    With ``other`` it is one of that Python, and has what an installer chooses for it.
     """
-    other = os.environ.get("ZOO_TRY_PYTHON", str(VENV / "bin/python"))
-    run(UV, "venv", "--quiet", "--python", other, home / "venv")
+    run(UV, "venv", "--quiet", "--python", other or VENV / "bin/python", home / "venv")
     python = home / "venv/bin/python"
-    own = other == str(VENV / "bin/python")
+    own = other is None
     extra: list[object] = []
     if own:
         (home / "constraints.txt").write_text(
@@ -309,7 +347,13 @@ print(*{version("zoo-core"), *(registry.get("subpackage", name).version for name
 
 
 if __name__ == "__main__":
-    actions = {"build": build, "try": try_them}
-    if len(sys.argv) != 2 or sys.argv[1] not in actions:
-        sys.exit(__doc__)
-    actions[sys.argv[1]]()
+    match sys.argv[1:]:
+        case ["build"]:
+            build()
+        case ["try"]:
+            try_them()
+        case ["try", *others]:
+            for one in others:
+                try_on(one)
+        case _:
+            sys.exit(__doc__)

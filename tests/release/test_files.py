@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,21 @@ def test_compilers_write_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch
     from zoo.kernels.building.plan import SOURCES, Plan, torch_folder
 
     text = ninja_file(Plan(name="x", compiler=("c++",), units=(), link_flags=(), key="x"))
-    for place, name in ((SOURCES, "zoo/kernels"), (torch_folder(), "torch")):
+    headers = sysconfig.get_path("include")
+    for place, name in ((SOURCES, "zoo/kernels"), (torch_folder(), "torch"), (headers, "python")):
         assert f"-ffile-prefix-map={place}={name}" in text
+
+
+def test_a_library_that_names_a_folder_of_this_machine_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "p-1-py3-none-any.whl"
+    for data, told in ((b"\0/zoo/a.rs\0", False), (f"\0{wheels.ROOT}/a.rs\0".encode(), True)):
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("zoo/x.so", data)
+        if told:
+            with pytest.raises(SystemExit, match=r"zoo/x\.so in p-1-py3-none-any\.whl names"):
+                wheels.check_paths(path)
+        else:
+            wheels.check_paths(path)
 
 
 def test_the_tools_of_a_release_have_one_version_each() -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -99,7 +100,7 @@ def ninja_file(plan: Plan, objects: Sequence[Path] = ()) -> str:
         return re.sub(r"([$ :])", r"$\1", str(text))
 
     # What a compiler writes down of where sources lie (assertions, messages) is the same wherever it runs.
-    places = {SOURCES: "zoo/kernels", torch_folder(): "torch"}
+    places = {SOURCES: "zoo/kernels", torch_folder(): "torch", sysconfig.get_path("include"): "python"}
     mapped = " ".join(quoted(f"-ffile-prefix-map={there}={name}") for there, name in places.items())
     compiler = " ".join(map(quoted, plan.compiler))
     lines = [
