@@ -127,6 +127,13 @@ def test_the_command_starts_ranks_on_hosts_and_ends_with_their_code(tmp_path: Pa
     with pytest.raises(SystemExit):
         runner.main(["-H", "none", "--no_ssh", "--num_nodes", "2", "--node_rank", "1", "--master_addr", "h", "t.py"])
     assert (started[1].node, started[1].nodes, started[1].address, started[1].port) == (1, 2, "h", 29500)
+    with pytest.raises(SystemExit):  # the file of hosts says how many, as Accelerate's launcher nossh expects
+        runner.main(["-H", str(file), "--no_ssh", "--node_rank", "1", "t.py"])
+    assert (started[2].node, started[2].nodes, started[2].address) == (1, 2, "a")
+    assert dict(started[2].hosts) == {"localhost": [0, 1, 2, 3]}
+    file.write_text("a slots=4\nb slots=2\n")
+    with pytest.raises(ValueError, match="there are 4, 2 on a, b; give --num_gpus"):
+        runner.main(["-H", str(file), "--no_ssh", "--node_rank", "1", "t.py"])
 
 
 @pytest.mark.parametrize(

@@ -77,3 +77,13 @@ def test_which_node_this_is() -> None:
         discovery.node({**plain, "NODE_RANK": "2"})
     with pytest.raises(ValueError, match="NODE_RANK='one'"):
         discovery.node({**plain, "NODE_RANK": "one"})
+
+
+def test_the_number_of_ranks_that_is_asked_for_is_that_of_a_lent_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job with one task a node, which is the launcher, as ``zoo launch --write`` has it."""
+    from zoo.cli.launch import _hosts
+
+    for name, value in {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert _hosts(None, "", "", None, 4)[0] == {"n1": [0, 1, 2, 3], "n2": [0, 1, 2, 3]}
+    assert _hosts(None, "", "", 1, None)[0] == {"n1": [0]}

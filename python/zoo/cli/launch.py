@@ -136,7 +136,9 @@ def _hosts(
 
     lent = discovery.allotment(os.environ) if hostfile is None else None
     if hostfile is not None or lent is not None:
-        there = hosts.read_hostfile(hostfile) if hostfile is not None else dict(lent.hosts if lent else {})
+        there = hosts.read_hostfile(hostfile) if hostfile is not None else {}
+        if lent is not None:  # what a batch system says is how many tasks it would start, not how many ranks fit
+            there = {host: max(slots, num_gpus or 0) for host, slots in lent.hosts.items()}
         slots = hosts.select(hosts.all_slots(there), include, exclude)
         if not slots:
             raise ValueError(f"--exclude {exclude!r} leaves no host of {', '.join(there)}.")

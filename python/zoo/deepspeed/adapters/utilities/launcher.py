@@ -190,19 +190,33 @@ def _job(
 ) -> Job:  # fmt: skip
     kind = ["--no-python"] if given.no_python else ["-m"] if given.module else []
     more: dict[str, Any] = {}
+    address = given.master_addr or None
     if given.no_ssh:
-        if given.num_nodes > 1 or given.node_rank > 0:
-            more |= {"node": max(given.node_rank, 0), "nodes": max(given.num_nodes, 1)}
-        there = {"localhost": next(iter(there.values()))}
+        nodes, node = given.num_nodes if given.num_nodes > 0 else len(there), max(given.node_rank, 0)
+        if nodes > 1 or node > 0:
+            more |= {"node": node, "nodes": nodes}
+            address = address or (next(iter(there)) if chosen else None)
+        there = {"localhost": _slots_of_node(there, node)}
     if given.ssh_port is not None:
         more["ssh"] = f"{Job.ssh} -p {given.ssh_port}"
     alone = len(there) == 1 and "nodes" not in more
     cores = given.bind_core_list or ("all" if given.bind_cores_to_rank else None)
     return Job(
         command=[*kind, given.user_script, *given.user_args], hosts=there, environment=exports,
-        devices=chosen or bool(given.include or given.exclude), address=given.master_addr or None,
+        devices=chosen or bool(given.include or given.exclude), address=address,
         port=None if alone and given.master_port == PORT else given.master_port, cores=cores,
         log_dir=None if given.enable_each_rank_log in (None, "None") else os.path.abspath(given.enable_each_rank_log),
         shown=(0,) if sum(map(len, there.values())) == 1 else None,
         local_rank=not given.no_local_rank and not given.no_python, **more,
     )  # fmt: skip
+
+
+def _slots_of_node(there: Mapping[str, Sequence[int]], node: int) -> Sequence[int]:
+    """Of the host on which this is, one of those that all start their own ranks."""
+    slots = list(there.values())
+    if len({len(one) for one in slots}) > 1:
+        raise ValueError(
+            f"--no_ssh needs as many slots on every host, and there are {', '.join(f'{len(one)}' for one in slots)} on "
+            f"{', '.join(there)}; give --num_gpus, or leave --no_ssh out."
+        )
+    return slots[min(node, len(slots) - 1)]
