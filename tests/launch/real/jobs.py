@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from tests.launch.jobs import alive, basics, new_mark
 
+from zoo.deepspeed import installed_folder
+
 ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("program.py")
 KINDS = ("engine", "facade")
@@ -104,7 +106,7 @@ def place(folder: Path, path: Sequence[Path] = (), **variables: str) -> Place:
     before = [*map(str, path), str(commands), str(Path(sys.executable).parent)]
     environment |= {
         "PATH": os.pathsep.join([*before, os.environ["PATH"]]), "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "dropin"), *python_path()]), **variables,
+        "PYTHONPATH": os.pathsep.join([str(installed_folder()), *python_path()]), **variables,
     }  # fmt: skip
     return Place(folder, environment)
 
