@@ -130,6 +130,8 @@ def test_sizes_follow_from_the_section() -> None:
         (document(8, 2, min_gpus=4, max_gpus=3), 4, "min_gpus is 4, more than max_gpus, 3"),
         (document(None, None, micro_batch_sizes=[]), 1, "micro_batch_sizes"),
         (document(None, None, micro_batch_sizes=[0]), 1, "give whole numbers from 1 on"),
+        (document(8, None, micro_batch_sizes=[0, 2]), 1, "has 0; give whole numbers from 1 on"),
+        (document(8, None, micro_batch_sizes=[4, -2]), 2, "has -2; give whole numbers from 1 on"),
         (document(None, None, micro_batch_sizes=[4], max_train_batch_size=2), 1, "larger than the largest batch"),
     ],
 )

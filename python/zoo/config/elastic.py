@@ -75,6 +75,11 @@ class Elasticity(Section):
                 f"{G} follows from the number of ranks where elasticity is enabled; leave it out, or set "
                 "elasticity.ignore_non_elastic_batch_info"
             )
+        wrong = [one for one in self.micro_batch_sizes if one < 1]
+        if wrong:
+            raise BatchSizeError(
+                f"elasticity.micro_batch_sizes {self.micro_batch_sizes} has {wrong[0]}; give whole numbers from 1 on"
+            )
         batch, most = given.get(T), given.get(M)
         try:
             if batch is None:

@@ -60,7 +60,14 @@ def by_ray(kind: str, how: str) -> None:
     """The same under Ray: TorchTrainer, or actors that set the variables of a launcher themselves."""
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+    for left in (2, 1, 0):
+        try:
+            ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+            break
+        except Exception as error:  # it gives its own processes 30 s to come up, which a loaded machine may not keep
+            ray.shutdown()
+            if left == 0 or "timed out during startup" not in str(error):
+                raise
     try:
         tell(_trainer(kind) if how == "trainer" else _actors(kind))
     finally:

@@ -76,5 +76,5 @@ def test_sbatch_of_a_written_script(
 def test_ray(here: Place, expected: Losses, kind: str, how: str) -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is not installed (PyPI's package ray, with its extra train)")
-    said = here.run(sys.executable, str(PROGRAM), kind, how, RAY_TRAIN_V2_ENABLED="1").stdout
+    said = here.run(sys.executable, str(PROGRAM), kind, how).stdout
     jobs.check(said, 2, expected, kind)
