@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 pytest.importorskip("transformers")
 
 from zoo import sim
+from zoo.comm import Communicator
 from zoo.inject import decoder, detach, inject
 from zoo.inject.decoder import Decoder
 from zoo.kernels import loading
@@ -137,6 +138,26 @@ def test_parts_in_codes_compute_what_the_whole_model_in_codes_does(
             # Sums of 2 parts in fp32, of some hundred terms each.
             torch.testing.assert_close(logits[seen], expected[side][0][seen], rtol=1e-3, atol=1e-4)
             assert torch.equal(words, expected[side][1])
+
+
+@pytest.mark.parametrize("injects", [False, True])
+def test_codes_are_summed_in_pieces_too(injects: bool) -> None:
+    """Of parts of 48 and 32 columns one is numbers where groups have 32: both ranks make as many sums."""
+    options = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 16, "vocab_size": 96}
+
+    def fn(rank: int, overlap: bool) -> torch.Tensor:
+        comm, model = Communicator(), model_of("Llama", torch.float32, **options)
+        split(model, plan_of(model), comm, training=False, grain=16, overlap=overlap)
+        left = pack_linears(model, group_size=32)
+        assert bool(left) == (rank == 0)
+        if injects:
+            inject(model)
+        found: torch.Tensor = computed(model, "left")[0]
+        return found
+
+    for rank in range(2):
+        whole, pieces = (sim.run(2, lambda rank, on=on: fn(rank, on))[rank] for on in (False, True))
+        torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
 
 
 def test_what_one_rank_refuses_all_do() -> None:

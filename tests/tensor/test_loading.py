@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tests.inject.models import model_of
 from tests.tensor.models import WIDTH, Decoder, Shape, plan_of
 from tests.tensor.test_splitting import shapes, tokens
 from torch import nn
@@ -22,7 +23,9 @@ from zoo import checkpointing, sim
 from zoo.checkpointing.foreign import load_safetensors, open_foreign
 from zoo.comm import Communicator
 from zoo.layout import Box, boxes_of, split_of
+from zoo.nn import pack_linears
 from zoo.tensor import Plan, joined, load, parameters_on_meta, slices, split
+from zoo.tensor import plan_of as plan_of_model
 
 
 def written(shape: Shape, folder: Path, seed: int = 4) -> dict[str, torch.Tensor]:
@@ -322,3 +325,36 @@ def test_a_process_takes_the_memory_of_its_boxes_and_of_one_tensor(training: boo
     for found in figures(SMOLLM2 | {"num_hidden_layers": 10}, 2, training=training):
         assert found["peak"] <= 1.05 * (found["boxes"] + found["largest"])
         assert found["boxes"] <= found["read"] <= 1.02 * found["boxes"]
+
+
+def test_codes_are_no_part_of_a_whole_tensor() -> None:
+    """Those of the first rank would be everybody's."""
+    pytest.importorskip("transformers")
+
+    def fn(rank: int) -> None:
+        comm, model = Communicator(), model_of("Llama")
+        split(model, plan_of_model(model), comm, training=False)
+        source = _Of(dict(model.state_dict()))
+        pack_linears(model, group_size=16)
+        coded = _Of(dict(model.state_dict()))
+        with pytest.raises(ValueError, match=r"is of a layer in codes \(zoo.nn.pack_linears\), which are no part"):
+            list(slices(model, comm))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for strict in (True, False):
+            with pytest.raises(ValueError, match=r"is of a layer in codes.*Nothing was changed"):
+                load(model, coded, strict=strict)
+        with pytest.raises(ValueError, match="tensors are missing"):
+            load(model, source)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    sim.run(2, fn)
+
+
+class _Of:
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
+        self.shapes = {name: tuple(value.shape) for name, value in state.items()}
+        self.roles = {name: {"parameter": "float32"} for name in state}
+
+    def read_box(self, name: str, role: str, box: Box) -> torch.Tensor:
+        return self.state[name][box.ranges]

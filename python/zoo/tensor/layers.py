@@ -254,10 +254,18 @@ class Row(LinearPart):
         if part.scatter:
             ((start, stop),) = part.cut.runs
             x = part.region.scatter(x, start, stop)
+        if part.region.pieces > 1 and isinstance(self, PackedLinear):
+            return self._biased(self._in_pieces(x, part.region))
         if part.region.pieces > 1:
             y = part.region.product(x, self.weight.t() if part.turned else self.weight)
             return self._biased(y)
         return self.add_up(_product(self, part, x, biased=False))
+
+    def _in_pieces(self: Any, x: torch.Tensor, region: Region) -> torch.Tensor:
+        """Codes: as many sums as other ranks make, which may have numbers."""
+        rows = x.reshape(-1, x.shape[-1]).tensor_split(region.pieces)
+        found = [region.leave(self.multiply(one, None)) for one in rows if len(one)]
+        return torch.cat(found or [self.multiply(rows[0], None)]).view(*x.shape[:-1], self.out_features)
 
     def add_up(self, y: torch.Tensor) -> torch.Tensor:
         """The output, of this rank's own product."""

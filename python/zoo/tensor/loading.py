@@ -24,12 +24,17 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zoo.comm import Communicator
 from zoo.layout import Box, Boxes, StateSlice, boxes_of, logical_name, split_of
+from zoo.nn import PackedLinear
 from zoo.tensor.agreement import all_or_none
 from zoo.tensor.layers import part_of
 
 _PIECE_BYTES = 4 << 20
 _VALUES = ("parameter", "buffer", "master")
 """Roles whose elements are the tensor's own values, and not what an optimizer knows of it."""
+_CODES = (
+    "{} is of a layer in codes (zoo.nn.pack_linears), which are no part of a whole tensor: load and save before "
+    "packing, or each rank its own state_dict()"
+)
 
 
 class Source(Protocol):
@@ -68,12 +73,14 @@ def parameters_on_meta() -> Iterator[None]:
 
 @dataclass
 class _Wanted:
-    """A tensor of the model, under all of its names, and where modules have it."""
+    """A tensor of the model, under all of its names, and where modules have it. is_coded: it has codes, or is of
+    them."""
 
     names: list[str]
     tensor: torch.Tensor
     shape: tuple[int, ...]
     role: str
+    is_coded: bool
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
@@ -100,11 +107,10 @@ def load(
         ValueError: tensors that are missing, not known or of another shape, two of one name, or buffers that nothing
             would fill; before anything was changed.
     """
-    wanted = _wanted(model)
 
     def check() -> tuple[list[tuple[_Wanted, str]], list[str]]:
         _check_buffers(model)
-        return _matched(model, wanted, source, strict=strict, rename=rename)
+        return _matched(model, _wanted(model), source, strict=strict, rename=rename)
 
     comm = _comm_of(model) if comm is None else comm
     matched, unused = all_or_none(comm, "loading a split model", check)
@@ -148,7 +154,8 @@ def _wanted(model: nn.Module) -> list[_Wanted]:
             if tensor is None:
                 continue
             whole = split_of(tensor).shape or tuple(tensor.shape)
-            want = found.setdefault(id(tensor), _Wanted([], tensor, whole, role))
+            codes = isinstance(module, PackedLinear) and role == "buffer"
+            want = found.setdefault(id(tensor), _Wanted([], tensor, whole, role, codes))
             want.names.append(logical_name(model, f"{path}.{name}" if path else name))
             if (module, name) not in want.places:
                 want.places.append((module, name))
@@ -176,6 +183,8 @@ def _matched(
         found = next((given[name] for name in want.names if name in given), None)
         if found is None:
             missing.append(want.names[0])
+        elif want.is_coded:
+            wrong.append(_CODES.format(want.names[0]))
         elif tuple(source.shapes[found]) != want.shape:
             wrong.append(f"{want.names[0]} has shape {tuple(source.shapes[found])} there and {want.shape} in the model")
         elif _role(want, source.roles[found]) is None:
@@ -242,9 +251,16 @@ def slices(model: nn.Module, comm: Communicator) -> Iterator[StateSlice]:
 
     Args:
         comm: the ranks of the axis.
+
+    Raises:
+        ValueError: layers are in codes.
     """
     owners = {id(p): part_of(module) for module in model.modules() for p in module.parameters(recurse=False)}
-    for want in _wanted(model):
+    wanted = _wanted(model)
+    for want in wanted:
+        if want.is_coded:
+            raise ValueError(_CODES.format(want.names[0]) + ".")
+    for want in wanted:
         split = split_of(want.tensor)
         if split.box is None:
             if comm.rank == 0:
