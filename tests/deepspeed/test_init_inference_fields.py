@@ -21,6 +21,7 @@ from zoo.deepspeed.inference import config as classes
 import zoo.deepspeed as deepspeed
 from zoo.config import ConfigError
 from zoo.deepspeed.adapters.utilities import logs
+from zoo.inject.decoder import Decoder
 from zoo.nn import PackedLinear
 
 INT8: dict[str, Any] = {"dtype": torch.int8}
@@ -39,14 +40,17 @@ def packed(model: nn.Module) -> dict[str, PackedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
-def refused(error: type[Exception], told: str, **fields: Any) -> None:
-    model = model_of("Llama")
+def refused(error: type[Exception], told: str, model: Any = None, **fields: Any) -> None:
+    """And nothing has changed, though the model would have been cast."""
+    model = (model_of("Llama") if model is None else model).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(error, match=told):
-        deepspeed.init_inference(model, **{**FP32, **fields})
+        deepspeed.init_inference(model, **{"dtype": torch.bfloat16, **fields})
     after = model.state_dict()
     assert {name: str(value.dtype) for name, value in after.items()} == {n: str(v.dtype) for n, v in before.items()}
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(torch.equal(after[name].nan_to_num(9), value.nan_to_num(9)) for name, value in before.items())
+    assert model.training
+    assert not any(isinstance(module, Decoder) for module in model.modules())
 
 
 def test_every_field_and_alias_is_there_with_its_default() -> None:
@@ -186,11 +190,39 @@ def test_layers_are_packed_by_their_names() -> None:
         ({"quant": {"weight": {"post_init_quant": {"mlp": {"bits": 4}}}}}, ConfigError, "has 'bits'; near it: num_b"),
         ({"quant": {"weight": {"post_init_quant": {"mlp": 4}}}}, ConfigError, "it takes num_bits"),
         ({"quant": {"weight": {"post_init_quant": {"mlp": {"group_dim": 0}}}}}, ConfigError, "along rows, dim 1"),
+        ({"quant": 100000, **INT8}, ConfigError, "quant asks for 100000 groups"),
         ({**INT8, "save_mp_checkpoint_path": "x"}, ConfigError, "codes are none; save with another dtype before"),
     ],
 )  # fmt: skip
 def test_quantisation_that_cannot_be(fields: Any, error: type[Exception], told: str) -> None:
     refused(error, told, **fields)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"num_bits": 3}, r"\['mlp'\]: bits=3"), ({"group_size": 20}, "group_size=20"),
+        ({"group_size": 64}, r"\['mlp'\]: no layer can be packed.*rows of 32 are no whole number"),
+    ],
+)  # fmt: skip
+def test_names_that_cannot_be_packed_so(how: Any, told: str) -> None:
+    refused(ConfigError, told, quant={"weight": {"post_init_quant": {"q_proj": {}, "mlp": how}}})
+
+
+def test_names_and_no_codes() -> None:
+    weight: Any = {"post_init_quant": {"mlp": {}}}
+    refused(ConfigError, "and quant.enabled is False", quant={"enabled": False, "weight": weight})
+    refused(ConfigError, "quant.weight.enabled is False", quant={"weight": {**weight, "enabled": False}})
+
+
+@pytest.mark.parametrize(
+    "fields", [INT8, {"quant": {"weight": {"post_init_quant": {"q_proj": {}, "down_proj": {"group_size": 16}}}}}]
+)
+def test_numbers_that_codes_have_not_are_told_before_any_layer_is_packed(fields: Any) -> None:
+    model = model_of("Llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")  # in groups of 16, the others in those of 32
+    refused(ValueError, "down_proj has NaN or infinite", model, **fields, kernel_inject=True)
 
 
 def test_activations_are_rounded_where_that_is_asked_for() -> None:
@@ -311,6 +343,18 @@ def test_graphs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_streaming_is_from_nvme_alone(stage: int) -> None:
     refused(NotImplementedError, "weights are streamed from NVMe alone, with stage 3 and", zero={"stage": stage})
     refused(ConfigError, "nvme_path is not given", zero={"stage": 3, "offload_param": {"device": "nvme"}})
+
+
+def test_what_cannot_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nvme(folder: Path) -> dict[str, Any]:
+        return {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(folder)}}
+
+    refused(ConfigError, "of one class, and Linear has none", nn.Linear(4, 4), zero=nvme(tmp_path))
+    refused(ConfigError, "is no folder that can be written to", zero=nvme(tmp_path / "none"))
+    monkeypatch.setattr(type(get_accelerator()), "device_name", lambda self, index=None: "cuda")
+    monkeypatch.setattr(type(get_accelerator()), "available_memory", lambda self, index=None: 1 << 40)
+    refused(ConfigError, "the model would go to cuda", zero=nvme(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])

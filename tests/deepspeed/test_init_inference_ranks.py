@@ -28,7 +28,9 @@ import zoo.deepspeed as deepspeed
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.config import ConfigError
+from zoo.deepspeed.adapters.inference import codes
 from zoo.inject.decoder import Decoder
+from zoo.nn import PackedLinear
 from zoo.tensor import parameters_on_meta, plan_of, split
 
 
@@ -93,6 +95,29 @@ def test_what_one_rank_cannot_pack_no_rank_does() -> None:
             deepspeed.init_inference(model, dtype=torch.int8, tp={"tp_size": 2})
 
     sim.run(2, fn)
+
+
+def test_groups_are_of_whole_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts have less elements, and are packed as the whole ones are; one that is no whole number of groups stays."""
+    told: list[str] = []
+    monkeypatch.setattr(codes, "warning_once", told.append)
+    alone = deepspeed.init_inference(wide(), dtype=torch.int8, quant=100)
+    kinds = {name: m.group_size for name, m in alone.module.named_modules() if isinstance(m, PackedLinear)}
+    assert len(set(kinds.values())) == 2
+
+    def fn(rank: int) -> None:
+        engine = deepspeed.init_inference(wide(), dtype=torch.int8, quant=100, tp={"tp_size": 2})
+        found = {name: m.group_size for name, m in engine.module.named_modules() if isinstance(m, PackedLinear)}
+        assert found == kinds
+        odd = model_of("Llama", hidden_size=64, intermediate_size=80, head_dim=16)
+        how = {"post_init_quant": {"q_proj": {"group_size": 32}, "down_proj": {"group_size": 16}}}
+        engine = deepspeed.init_inference(odd, dtype=torch.bfloat16, quant={"weight": how}, tp={"tp_size": 2})
+        left = {name: why for name, why in engine.not_packed.items() if "down_proj" in name}
+        assert set(left.values()) == {"its rows of 40 are no whole number of groups of 16"}
+        assert type(engine.module.model.layers[0].self_attn.q_proj).__name__ == "ColumnPackedLinear"
+
+    sim.run(2, fn)
+    assert "this rank's part of model.layers.0.mlp.down_proj stays as it is: its rows of 40" in told[0]
 
 
 def test_ranks_that_share_a_model_draw_the_same_tokens() -> None:

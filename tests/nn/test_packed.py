@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from torch import nn
 
+from zoo import sim
 from zoo.kernels.packed_linear import pack_weight, packed_linear, unpack_weight
 from zoo.nn import PackedLinear, pack_linears
+from zoo.zero import ZeroOptimizer
 
 
 class Tied(nn.Module):
@@ -136,3 +138,40 @@ def test_a_file_does_not_change_with_the_order_of_codes() -> None:
     other.load_state_dict(state)
     ids = torch.arange(6)[None]
     assert torch.equal(model(ids), other(ids))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("strict", [True, False])
+def test_codes_that_are_not_all_there_are_not_loaded(bits: int, strict: bool) -> None:
+    """Codes of another kind, or without their scales, would be other numbers."""
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    for symmetric in (True, False):
+        torch.manual_seed(0)
+        mine, other = nn.Sequential(nn.Linear(32, 64)), nn.Sequential(nn.Linear(32, 64))
+        pack_linears(mine, bits=bits, symmetric=symmetric)
+        pack_linears(other, bits=bits, symmetric=not symmetric)
+        before, state = mine(x), mine.state_dict()
+        bias = state["0.bias"].clone()
+        more = {**state, "0.minima": state["0.scales"]} if symmetric else {"0.minima": state["0.minima"]}
+        less = {name: value for name, value in state.items() if name != "0.scales"}
+        for wrong in (other.state_dict(), less, {"0.q": state["0.q"]}, more):
+            with pytest.raises(RuntimeError, match="the packed layer '0' takes q, scales"):
+                mine.load_state_dict(wrong, strict=strict)
+            assert torch.equal(mine(x), before)
+        mine.load_state_dict({"0.bias": torch.zeros(64)}, strict=False)  # none of them is no mistake
+        torch.testing.assert_close(mine(x), before - bias)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_weights_that_are_trained_do_not_become_codes(stage: int) -> None:
+    def fn(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        optimizer = ZeroOptimizer(model, stage=stage, lr=1e-2)
+        with pytest.raises(ValueError, match="the weight of 0 is one that an engine or optimizer of zoo trains"):
+            pack_linears(model)
+        assert not any(isinstance(module, PackedLinear) for module in model.modules())
+        pack_linears(copy.deepcopy(model))
+        optimizer.close()
+        pack_linears(model)
+
+    sim.run(2, fn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
@@ -153,7 +153,15 @@ class PackedLinear(nn.Module):
     ) -> None:  # fmt: skip
         mine = {k: v for k, v in state_dict.items() if k.startswith(prefix)}
         names = [prefix + name for name in ("q", "scales", "minima")]
-        if all(name in mine for name in names[:2]) and (self.minima is None or names[2] in mine):
+        needed, given = names if self.minima is not None else names[:2], [name for name in names if name in mine]
+        if given and given != needed:
+            takes, gets = (", ".join(name.removeprefix(prefix) for name in of) for of in (needed, given))
+            error_msgs.append(
+                f"the packed layer {prefix.rstrip('.')!r} takes {takes} together, and gets {gets}: codes with minima "
+                "and without are of two kinds, and one part says nothing."
+            )
+            return
+        if given:
             shape = (self.out_features, self.in_features)
             try:
                 found = pack(
@@ -191,13 +199,9 @@ def pack_linears(
 
     Raises:
         ValueError: a pattern fits no layer; bits, a group size or activations that cannot be; no layer can be packed; a
-            weight has NaN or infinite elements. Nothing is changed then.
+            weight has NaN or infinite elements, or an optimizer of zoo that trains it. Nothing is changed then.
     """
-    whole = type(bits) is int and (group_size is None or type(group_size) is int)
-    if not whole or bits not in (4, 8) or not (group_size is None or (group_size >= 16 and group_size % 16 == 0)):
-        raise ValueError(
-            f"bits={bits!r}, group_size={group_size!r}; bits are 8 or 4, a group a multiple of 16, or None for rows."
-        )
+    unfit = unfit_for_codes(model, bits=bits, group_size=group_size)
     is_int8(activations)
     if isinstance(leave_out, str):
         raise ValueError(f"leave_out={leave_out!r}; it must be a list of patterns, such as [{leave_out!r}].")
@@ -205,6 +209,41 @@ def pack_linears(
     for pattern in leave_out:
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise ValueError(f"leave_out: {pattern!r} fits none of the linear layers {', '.join(list(layers)[:8])}.")
+    left: dict[str, str] = {}
+    for name in layers:
+        if any(fnmatchcase(name, pattern) for pattern in leave_out):
+            left[name] = "leave_out"
+        elif name in unfit:
+            left[name] = unfit[name]
+    if layers.keys() == left.keys():
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(left.items())[:3])
+        raise ValueError(f"no layer of {type(model).__name__} can be packed. {reasons or 'It has no linear layers'}.")
+    names = [name for name in layers if name not in left]
+    del layers  # each dense weight goes as soon as there are codes of it
+    _pack(model, names, activations, bits=bits, group_size=group_size, symmetric=symmetric)
+    if left:
+        logger.info("%s: not packed: %s", type(model).__name__, left)
+    return left
+
+
+def unfit_for_codes(
+    model: nn.Module, *, bits: int, group_size: int | None, dtype: torch.dtype | None = None, filled: bool = False
+) -> dict[str, str]:  # fmt: skip
+    """Linear layers that :func:`pack_linears` would leave as they are, by name, and why.
+
+    Args:
+        bits, group_size: as :func:`pack_linears` takes them.
+        dtype: that weights will have by then; None: as they are.
+        filled: weights on "meta" will have values by then.
+
+    Raises:
+        ValueError: bits or a group size that cannot be.
+    """
+    whole = type(bits) is int and (group_size is None or type(group_size) is int)
+    if not whole or bits not in (4, 8) or not (group_size is None or (group_size >= 16 and group_size % 16 == 0)):
+        raise ValueError(
+            f"bits={bits!r}, group_size={group_size!r}; bits are 8 or 4, a group a multiple of 16, or None for rows."
+        )
     read = {
         id(child): f"the {type(above).__name__} around it reads its weight without calling it"
         for above in model.modules()
@@ -212,24 +251,16 @@ def pack_linears(
         for child in above.modules()
     }
     read[id(model)] = "it is the model itself"
-    left: dict[str, str] = {}
-    for name, module in layers.items():
-        if any(fnmatchcase(name, pattern) for pattern in leave_out):
-            left[name] = "leave_out"
-        elif why := read.get(id(module)) or _not_packed(module, group_size):
-            left[name] = why
-    if layers.keys() == left.keys():
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(left.items())[:3])
-        raise ValueError(f"no layer of {type(model).__name__} can be packed. {reasons or 'It has no linear layers'}.")
-    names = [name for name in layers if name not in left]
-    del layers, module, read  # each dense weight goes as soon as there are codes of it
-    _pack(model, names, activations, bits=bits, group_size=group_size, symmetric=symmetric)
-    if left:
-        logger.info("%s: not packed: %s", type(model).__name__, left)
-    return left
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            why = read.get(id(module)) or _unfit(module, group_size, dtype, filled)
+            if why:
+                found[name] = why
+    return found
 
 
-def _not_packed(module: nn.Linear, group_size: int | None) -> str:
+def _unfit(module: nn.Linear, group_size: int | None, dtype: torch.dtype | None, filled: bool) -> str:
     """Why a layer stays as it is; "": it does not."""
     weight: Tensor | None = module._parameters.get("weight")
     partial = isinstance(module, PartialLinear)
@@ -239,17 +270,30 @@ def _not_packed(module: nn.Linear, group_size: int | None) -> str:
         return "its weight is computed from others"
     if has_user_hooks(module):
         return "it has hooks"
-    if weight.is_meta or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) or weight.numel() == 0:
+    known = (dtype or weight.dtype) in (torch.float32, torch.bfloat16, torch.float16)
+    if (weight.is_meta and not filled) or not known or weight.numel() == 0:
         return f"its weight is {weight.dtype} of shape {tuple(weight.shape)} on {weight.device}"
     if weight.shape[1] % (group_size or 16):
         return f"its rows of {weight.shape[1]} are no whole number of groups of {group_size or 16}"
     return ""
 
 
-def _pack(model: nn.Module, names: Sequence[str], activations: Activations, **how: Any) -> None:
+def check_finite(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise ValueError if the weight of one of these layers has an element that codes have not."""
     for name in names:
         if not bool(model.get_parameter(f"{name}.weight").detach().isfinite().all()):
             raise ValueError(f"the weight of {name} has NaN or infinite elements, which codes have not.")
+
+
+def _pack(model: nn.Module, names: Sequence[str], activations: Activations, **how: Any) -> None:
+    for name in names:
+        bucket = getattr(model.get_parameter(f"{name}.weight"), "_zoo_bucket", None)
+        if bucket is not None and bucket.owner() is not None:
+            raise ValueError(
+                f"the weight of {name} is one that an engine or optimizer of zoo trains, and codes are not trained: "
+                "pack a copy of the model (copy.deepcopy), or close the optimizer before."
+            )
+    check_finite(model, names)
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for above in model.modules():
         for last, child in above._modules.items():

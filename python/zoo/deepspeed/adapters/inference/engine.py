@@ -14,7 +14,7 @@ from zoo.config import ConfigError
 from zoo.deepspeed.adapters import asserting, told_as
 from zoo.deepspeed.adapters.accelerator.real_accelerator import get_accelerator
 from zoo.deepspeed.adapters.inference.config import DeepSpeedInferenceConfig
-from zoo.deepspeed.adapters.inference.fates import check, check_model, is_trained, streams
+from zoo.deepspeed.adapters.inference.fates import check, check_model, check_streamed, is_trained, streams
 from zoo.deepspeed.adapters.inference.lengths import Lengths, check_lengths, check_memory
 from zoo.deepspeed.adapters.utilities.logs import logger, warning_once
 from zoo.parts.hooks import checking_hook
@@ -56,7 +56,8 @@ class InferenceEngine(nn.Module):
         not_packed: linear layers that are no codes, and why. streamed: which layers are read from NVMe; None: none.
 
     Raises:
-        ValueError: what cannot work; before anything of the model has changed, but for files that cannot be read.
+        ValueError: what cannot work; before anything of the model has changed, but for files that cannot be read, or
+            have numbers that codes have not.
     """
 
     injection: Injection | None
@@ -252,16 +253,18 @@ def _make(engine: InferenceEngine) -> None:
     model, config = engine.module, engine._config
     comm = ranks.ranks_of(config)
 
-    def prepared() -> tuple[Any, bool, Any]:
+    def prepared() -> tuple[Any, Any, bool, Any]:
         files = weights.files_of(config)
         _check_meta(model, config, files)
-        codes.check(model, config)
+        packings = codes.decided(model, config, filled=files is not None or config.set_empty_params)
+        if streams(config):
+            check_streamed(model, config)
         is_whole = not ranks.is_cut(model, comm)
         degree = comm.size if comm is not None else 2 if files is not None and files.in_parts else 1
-        return files, is_whole, ranks.plan_for(model, config, degree) if is_whole else None
+        return files, packings, is_whole, ranks.plan_for(model, config, degree) if is_whole else None
 
     said = {"dtype": str(config.dtype), "replace_with_kernel_inject": config.replace_with_kernel_inject}
-    files, whole, plan = all_or_none(comm, "preparing a model for inference", prepared, lambda _: said)
+    files, packings, whole, plan = all_or_none(comm, "preparing a model for inference", prepared, lambda _: said)
     with ExitStack() as stack:
         source = all_or_none(
             comm, "opening a checkpoint",
@@ -282,7 +285,7 @@ def _make(engine: InferenceEngine) -> None:
     folder = config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path
     if folder:
         weights.write(model, folder, comm)
-    engine.not_packed = all_or_none(comm, "packing weights", lambda: codes.pack(model, config))
+    engine.not_packed = all_or_none(comm, "packing weights", lambda: codes.pack(model, config, packings))
     if comm is not None:
         ranks.draw_alike(comm)
         engine.mp_group = comm.group if comm.group is not None else torch.distributed.group.WORLD

@@ -3,6 +3,7 @@ unnecessary, which is said once. All others are carried out by the modules besid
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -102,6 +103,9 @@ def _check_quant(settings: DeepSpeedInferenceConfig) -> None:
             f"quant asks for codes otherwise than by default, and dtype is {settings.dtype}: it is for "
             "dtype=torch.int8. quant.weight.post_init_quant packs single layers of a model of any dtype."
         )
+    if by_name and not (quant.enabled and weight.enabled):
+        where = "quant.weight.enabled" if quant.enabled else "quant.enabled"
+        raise ConfigError(f"quant.weight.post_init_quant names layers, and {where} is False: one of them is wrong.")
     if (packs or by_name) and weight.num_bits not in (4, 8):
         raise ConfigError(f"quant.weight.num_bits={weight.num_bits}; codes have 8 or 4 bits.")
     if (packs or by_name) and _saves(settings):
@@ -113,6 +117,33 @@ def streams(settings: DeepSpeedInferenceConfig) -> bool:
     offload = settings.zero.offload_param
     on_nvme = offload is not None and getattr(offload.device, "value", offload.device) == "nvme"
     return int(settings.zero.stage or 0) == 3 and on_nvme
+
+
+def check_streamed(model: nn.Module, settings: DeepSpeedInferenceConfig) -> None:
+    """Raise what streaming the layers would raise, before anything has changed.
+
+    Raises:
+        ConfigError: the model has no layers to stream, they go to a GPU, or the folder cannot be written to.
+    """
+    from zoo.nn.blocks import find_blocks
+
+    try:
+        find_blocks(model, None, "zero")
+    except ValueError as error:
+        raise ConfigError(
+            f"zero streams layers that are in one ModuleList or Sequential, of one class, and {type(model).__name__} "
+            "has none. Leave out zero, or stream others with zoo.inference.stream(blocks=...)."
+        ) from error
+    offload: Any = settings.zero.offload_param
+    folder = str(offload.nvme_path)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"zero.offload_param.nvme_path={folder!r} is no folder that can be written to; make it.")
+    name = get_accelerator().device_name()
+    if not name.startswith("cpu") and not settings.keep_module_on_host:
+        raise ConfigError(
+            f"zero.offload_param.device is nvme, and the model would go to {name}: weights that are streamed are "
+            "multiplied on the CPU. Give keep_module_on_host=True, or leave out zero."
+        )
 
 
 def _only_off(given: Any, default: Any) -> bool:
