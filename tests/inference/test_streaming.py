@@ -19,10 +19,12 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from zoo import sim
 from zoo.inference import Streamed, generate, stream
 from zoo.inject import inject
 from zoo.io import ChecksumError
 from zoo.nn import pack_linears
+from zoo.zero import ZeroOptimizer
 
 SHAPE: dict[str, Any] = {"num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 LAYERS: dict[int, int] = {16: 126_976, 8: 40_960, 4: 24_576}
@@ -276,3 +278,18 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
     prompt = some_prompts([4])
     with pytest.raises(ChecksumError, match=r"3\.bin"):
         generate(model, prompt, max_new_tokens=3, end=[])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_that_has_an_optimizer_is_not_streamed(stage: int, tmp_path: Path) -> None:
+    """Its layers lie in one buffer, so that none of them would leave memory."""
+
+    def fn(rank: int) -> None:
+        model = model_of("Llama")
+        optimizer = ZeroOptimizer(model, stage=stage, lr=1e-2)
+        with pytest.raises(ValueError, match="is one that an engine or optimizer of zoo has"):
+            stream(model.eval(), tmp_path, budget_bytes=70_000)
+        optimizer.close()
+
+    sim.run(2, fn)
+    assert not list(tmp_path.iterdir())

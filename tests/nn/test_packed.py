@@ -155,7 +155,7 @@ def test_codes_that_are_not_all_there_are_not_loaded(bits: int, strict: bool) ->
         more = {**state, "0.minima": state["0.scales"]} if symmetric else {"0.minima": state["0.minima"]}
         less = {name: value for name, value in state.items() if name != "0.scales"}
         for wrong in (other.state_dict(), less, {"0.q": state["0.q"]}, more):
-            with pytest.raises(RuntimeError, match="the packed layer '0' takes q, scales"):
+            with pytest.raises(RuntimeError, match=r"the packed layer '0'( takes q, scales|: q is torch)"):
                 mine.load_state_dict(wrong, strict=strict)
             assert torch.equal(mine(x), before)
         mine.load_state_dict({"0.bias": torch.zeros(64)}, strict=False)  # none of them is no mistake

@@ -282,8 +282,8 @@ def stream(
         What was done; ``close()`` brings everything back.
 
     Raises:
-        ValueError: the budget does not hold the buffers; a model that trains, is streamed, is on another device,
-            or is on "meta" without weights, or of other shapes; no layers. Files are removed then.
+        ValueError: the budget does not hold the buffers; a model that trains, has an optimizer of zoo, is streamed, is
+            on another device, or is on "meta" without weights, or of other shapes; no layers. Files are removed then.
     """
     map_large_blocks()
     give_back_free_blocks()
@@ -479,6 +479,12 @@ def _check(model: nn.Module, budget_bytes: int, ahead: int, weights: Weights | N
                 "meta, as accelerate.init_empty_weights() does."
             )
     for name, parameter in model.named_parameters():
+        bucket = getattr(parameter, "_zoo_bucket", None)
+        if bucket is not None and bucket.owner() is not None:
+            raise ValueError(
+                f"{name} is one that an engine or optimizer of zoo has in a buffer of its own; stream a copy of the "
+                "model (copy.deepcopy), or close the optimizer before."
+            )
         if parameter.is_meta and weights is None:
             raise ValueError(f"{name} is on meta, and weights is None; give what has its value.")
         if parameter.device.type not in ("cpu", "meta"):

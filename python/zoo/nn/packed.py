@@ -154,14 +154,14 @@ class PackedLinear(nn.Module):
         mine = {k: v for k, v in state_dict.items() if k.startswith(prefix)}
         names = [prefix + name for name in ("q", "scales", "minima")]
         needed, given = names if self.minima is not None else names[:2], [name for name in names if name in mine]
+        layer, wrong = f"the packed layer {prefix.rstrip('.')!r}", ""
         if given and given != needed:
             takes, gets = (", ".join(name.removeprefix(prefix) for name in of) for of in (needed, given))
-            error_msgs.append(
-                f"the packed layer {prefix.rstrip('.')!r} takes {takes} together, and gets {gets}: codes with minima "
-                "and without are of two kinds, and one part says nothing."
+            wrong = (
+                f"{layer} takes {takes} together, and gets {gets}: codes with minima and without are of two kinds, and "
+                "one part says nothing."
             )
-            return
-        if given:
+        if all(name in given for name in needed):
             shape = (self.out_features, self.in_features)
             try:
                 found = pack(
@@ -169,11 +169,13 @@ class PackedLinear(nn.Module):
                     shape=shape, bits=self.bits, group_size=self.group_size,
                 )  # fmt: skip
             except ValueError as error:
-                error_msgs.append(f"the packed layer {prefix.rstrip('.')!r}: {error}")
-                return
-            mine.update(zip(names, (found.q, found.scales, found.minima), strict=True))
-            if self.minima is None:
-                del mine[names[2]]
+                wrong = f"{layer}: {error}"
+            else:
+                mine.update({names[0]: found.q, names[1]: found.scales})
+                mine |= {} if found.minima is None else {names[2]: found.minima}
+        if wrong:
+            error_msgs.append(wrong)
+            return
         super()._load_from_state_dict(
             mine, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )  # fmt: skip
