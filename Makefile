@@ -28,13 +28,13 @@ export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels \
-	try-wheels release nvcc peer dstests kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema pages docs clean again
+	try-wheels release nvcc peer dstests plugin kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema pages docs clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo "also: setup test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels try-wheels release nvcc"
-	@echo "      peer dstests kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema pages docs clean"
+	@echo "      peer dstests plugin kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema pages docs clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
@@ -152,6 +152,10 @@ dstests: setup
 	@$(BIN)/python -m scripts.dstests setup --python $(DSTESTS)/bin/python
 	@$(BIN)/python -m scripts.dstests run --python $(DSTESTS)/bin/python $(TESTS) $(IDS) $(ARGS)
 	@mkdir -p docs/dstests; $(BIN)/python -m scripts.dstests page $(IDS) > docs/dstests/$$(date +%F).md
+
+# The package of examples/plugin outside of the tree: built, installed beside zoo, and its own tests.
+plugin: setup
+	@$(BIN)/python scripts/plugin.py
 
 kernels-check: setup
 	@$(BIN)/python scripts/kernels_check.py

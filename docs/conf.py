@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.pages import compositions  # noqa: E402
 
 project = "zoo"
 author = "the authors of zoo"
@@ -130,7 +134,10 @@ def with_links(page: str, text: str) -> str:
 
 def read(app: Any, name: str, source: list[str]) -> None:
     """What Sphinx calls with each page that it has read."""
-    source[0] = with_links(f"{name}.md", source[0]) + contents(name)
+    text = with_links(f"{name}.md", source[0])
+    if name == "docs/reference/compositions":
+        text += "\n" + compositions.table(ROOT)
+    source[0] = text + contents(name)
 
 
 def front(app: Any, error: Exception | None) -> None:

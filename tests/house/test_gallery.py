@@ -1,0 +1,39 @@
+"""The programs of examples/gallery on simulated ranks; as processes they run where the pages' commands do (slow)."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from tests.house.pages import ROOT
+from tests.moe.models import needs_transformers
+
+from zoo import sim
+
+PROGRAMS = {
+    "experts": (2, r"29,088 of 47,520 parameters here; loss 4\.\d+ to [12]\.\d+"),
+    "pipeline": (4, r"rank 3: \d+ parameters, loss [23]\.\d+"),
+    "tensor_inference": (2, r"as on one rank: True"),
+    "rollout": (2, r"share of 7 by step: 0\.0\d .* 0\.[1-9]\d"),
+    "long_sequences": (2, r"step 4: loss 1\.\d+ over 1,024 of 2,048 tokens"),
+}
+"""Program → ranks, and what it says."""
+
+
+def test_each_program_is_here() -> None:
+    assert set(PROGRAMS) == {path.stem for path in (ROOT / "examples/gallery").glob("*.py")}
+
+
+@needs_transformers
+@pytest.mark.long
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_says_what_it_did(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks, said = PROGRAMS[name]
+    main = runpy.run_path(str(ROOT / f"examples/gallery/{name}.py"))["main"]
+    sim.run(ranks, lambda rank: main())
+    assert re.search(said, capfd.readouterr().out)
