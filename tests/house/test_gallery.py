@@ -26,9 +26,13 @@ def test_each_program_is_here() -> None:
     assert set(PROGRAMS) == {path.stem for path in (ROOT / "examples/gallery").glob("*.py")}
 
 
+COSTLY = ("experts", "pipeline", "long_sequences")
+
+
 @needs_transformers
-@pytest.mark.long
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in COSTLY else []) for name in PROGRAMS]
+)
 def test_a_program_says_what_it_did(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
