@@ -1,4 +1,4 @@
-"""One rank: CPU time of the gathers inside of a compiled graph, by zoo's runtime and as functional collectives of torch."""
+"""One rank: CPU time of gathers inside of a compiled graph, by zoo's runtime and as functional collectives."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def measure(spec: dict[str, Any], rank: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
     from torch import nn
+
     from zoo.compile import compile_whole
     from zoo.zero import ZeroOptimizer
 

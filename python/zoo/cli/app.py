@@ -235,6 +235,7 @@ def forecast(
     rank: Annotated[int, typer.Option(min=0, help="Whose figures.")] = 0,
     device: Annotated[str, typer.Option(help="Where the model computes: cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    peak: Annotated[bool, typer.Option("--peak", help="And the most that is allocated at once, by a dry run.")] = False,
     set_: Set = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Forecast time on so many, without them.")] = None,
     machine: Annotated[
@@ -281,7 +282,7 @@ def forecast(
         from zoo.train.config import read_document
 
         read = read_document(config, set_ or ()).load(ranks)
-        found = make(read, ranks=ranks, rank=rank, device=device, hardware=machine, software=software)
+        found = make(read, ranks=ranks, rank=rank, device=device, hardware=machine, software=software, peak=peak)
         typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else found.table())
 
 

@@ -45,6 +45,9 @@ class Forecast:
     """Traffic of a step with its forwards and backwards."""
     gathered_bytes: int = 0
     """The most bytes of parameters, split over ranks, that are whole or on their way at the same time."""
+    peak_bytes: int | None = None
+    """The most host memory that is allocated at the same time in a step, activations and temporaries too, where a dry
+    run was asked for."""
     micro_batches: int = 1
     """Of the step."""
     time: StepTime | None = None
@@ -65,6 +68,7 @@ class Forecast:
             ("optimizer states in memory", self.optimizer_bytes),
             *((f"model states, tier {tier}", size) for tier, size in self.tiers.items()),
             ("gathered at the same time", self.gathered_bytes), ("buffers of offloading", self.buffers_bytes),
+            *([] if self.peak_bytes is None else [("most allocated at the same time", self.peak_bytes)]),
             ("page-locked", self.pinned_bytes),
             ("files on NVMe", self.nvme_files_bytes), ("read from NVMe a step", self.nvme_read_bytes),
             ("written to NVMe a step", self.nvme_written_bytes),

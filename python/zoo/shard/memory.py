@@ -105,6 +105,10 @@ class StepMemory(Memory):
             for pool in self._pools.values():
                 pool.trim()
 
+    def reserved_bytes(self) -> int:
+        """What the pools have from the system now, in use or not."""
+        return sum(pool.stats().reserved_bytes for pool in self._pools.values())
+
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if not self.pools(numel * dtype.itemsize):
             memory = torch.empty(numel, dtype=dtype)

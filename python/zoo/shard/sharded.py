@@ -176,7 +176,7 @@ class ShardedModel:
             from zoo.shard.module_buffers import ModuleBuffers
 
             self.module_buffers = ModuleBuffers(self.module, cfg.buffers, self.families)
-        memory = StepMemory()
+        self.step_memory = memory = StepMemory()
         off = cfg.offload_param.device != "none" or cfg.offload_optimizer.device != "none"
         with raise_together(self.everyone if off else None, "opening what offloaded state lives in"):
             self.scratch, stores = open_stores(plan, placements, routes, cfg, comm=self.comm, aio=aio)
@@ -193,6 +193,12 @@ class ShardedModel:
         self._hook(found.specs)
         self.writes = Writes(self.buckets, self.runtime)
         self.members = Members(self.module, self.buckets, self.runtime.units)
+
+    def pool_bytes(self) -> int:
+        """What pools have of the host's memory now: for gathered parameters, gradients, and what is offloaded."""
+        return self.step_memory.reserved_bytes() + (
+            self.scratch.pool.stats().reserved_bytes if self.scratch is not None else 0
+        )
 
     def _hook(self, specs: Sequence[UnitSpec]) -> None:
         cfg = self.config

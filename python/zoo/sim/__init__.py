@@ -6,6 +6,7 @@ file for what it guarantees.
 
 from __future__ import annotations
 
+from zoo.sim.dry import dry
 from zoo.sim.errors import (
     DeadlockError,
     DivergenceError,
@@ -35,5 +36,6 @@ __all__ = [
     "compute",
     "costing",
     "defaults",
+    "dry",
     "run",
 ]
