@@ -113,7 +113,7 @@ class SharedWeightQuantization(SharedSection):
     quantize_verbose: bool = False
     """Say in the log when bits change."""
 
-    fates: ClassVar = {
+    fates: ClassVar[dict[str, Any]] = {
         "quantizer_kernel": unnecessary("kernels are used where they are the same to the last bit", False),
     }
 

@@ -109,7 +109,7 @@ class QuantizeTrainingSection(Section):
     eigenvalue: CurvatureSection = Field(default_factory=CurvatureSection)
     """Periods by the curvature of the loss."""
 
-    fates: ClassVar = {
+    fates: ClassVar[dict[str, Any]] = {
         "quantizer_kernel": unnecessary("kernels are used where they are the same to the last bit", False),
     }
 
