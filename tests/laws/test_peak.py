@@ -149,7 +149,7 @@ def cases(draw: st.DrawFn) -> Case:
     )  # fmt: skip
 
 
-@examples(times=1.5, quick=0.3)
+@examples(times=0.16, quick=0.3)
 @given(case=cases())
 @example(case=Case(stage=3, optimizer="nvme", params="nvme", again=True, experts=4, clips=True))
 def test_a_dry_run_allocates_what_a_run_allocates(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
@@ -158,7 +158,7 @@ def test_a_dry_run_allocates_what_a_run_allocates(tmp_path_factory: pytest.TempP
         assert mine == pytest.approx(measured, rel=0.03), (mine, measured, mine / measured)
 
 
-@examples(times=0.5, quick=0.1)
+@examples(times=0.06, quick=0.3)
 @given(
     stage=st.integers(0, 2), ranks=st.sampled_from([2, 4]), blocks=st.integers(1, 3), again=st.booleans(),
     bf16=st.booleans(), micro=st.sampled_from([2, 4]), clips=st.booleans(),
