@@ -153,20 +153,14 @@ class RandomLTD:
         names = self._names[number]
         shared = not self.section.per_sample
 
-        def change(value: Any, name: str | None) -> Any:
+        def change(value: torch.Tensor, name: str | None) -> torch.Tensor:
             if value is x:
                 return inner
-            if isinstance(value, torch.Tensor):
-                is_mask = name is not None and name == self.section.model_mask_name
-                return gathered(value, where, tokens, shared=shared, is_mask=is_mask, batch_first=self._dim == 1)
-            if isinstance(value, tuple) and not hasattr(value, "_fields"):
-                return tuple(change(item, name) for item in value)
-            if isinstance(value, dict):
-                return {key: change(item, key) for key, item in value.items()}
-            return [change(item, name) for item in value] if isinstance(value, list) else value
+            is_mask = name is not None and name == self.section.model_mask_name
+            return gathered(value, where, tokens, shared=shared, is_mask=is_mask, batch_first=self._dim == 1)
 
-        found = tuple(change(v, names[i] if i < len(names) else None) for i, v in enumerate(args))
-        return found, {key: change(value, key) for key, value in kwargs.items()}
+        found = tuple(_changed(v, names[i] if i < len(names) else None, change) for i, v in enumerate(args))
+        return found, {key: _changed(value, key, change) for key, value in kwargs.items()}
 
     def before_update(self) -> None:
         """Tell the user of blocks that are not there where they were found."""
@@ -264,3 +258,15 @@ def _parameters(block: nn.Module) -> list[str]:
         return list(inspect.signature(block.forward).parameters)
     except (TypeError, ValueError):
         return []
+
+
+def _changed(value: Any, name: str | None, change: Callable[[torch.Tensor, str | None], torch.Tensor]) -> Any:
+    """``value`` with its tensors changed. A function of its own: one that calls itself from within another keeps what it
+    has seen until Python looks for circles."""
+    if isinstance(value, torch.Tensor):
+        return change(value, name)
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_changed(item, name, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _changed(item, key, change) for key, item in value.items()}
+    return [_changed(item, name, change) for item in value] if isinstance(value, list) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,41 +23,43 @@ def flatten(tree: Any, what: str = "a layer's output") -> tuple[list[torch.Tenso
             or dict of such.
     """
     tensors: list[torch.Tensor] = []
+    return tensors, _outline(tree, "", what, tensors)
 
-    def visit(value: Any, path: str) -> Outline:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            return ("tensor",)
-        if type(value) in _PLAIN:
-            return ("value", value)
-        if type(value) in (tuple, list):
-            return (type(value).__name__, [visit(item, f"{path}[{i}]") for i, item in enumerate(value)])
-        if isinstance(value, dict) and all(type(key) in _PLAIN for key in value):
-            return ("dict", [(key, visit(item, f"{path}[{key!r}]")) for key, item in value.items()])
-        raise ValueError(
-            f"{what} has a {type(value).__name__} at {path or 'its top'}, which cannot go from one pipeline stage to "
-            "the next. Allowed are tensors, None, bool, int, float and str, and tuples, lists and dicts of them."
-        )
 
-    return tensors, visit(tree, "")
+# Functions of their own: one that is defined within another and calls itself is a circle, which keeps the tensors until
+# Python looks for circles.
+def _outline(value: Any, path: str, what: str, tensors: list[torch.Tensor]) -> Outline:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ("tensor",)
+    if type(value) in _PLAIN:
+        return ("value", value)
+    if type(value) in (tuple, list):
+        return (type(value).__name__, [_outline(v, f"{path}[{i}]", what, tensors) for i, v in enumerate(value)])
+    if isinstance(value, dict) and all(type(key) in _PLAIN for key in value):
+        items = value.items()
+        return ("dict", [(key, _outline(item, f"{path}[{key!r}]", what, tensors)) for key, item in items])
+    raise ValueError(
+        f"{what} has a {type(value).__name__} at {path or 'its top'}, which cannot go from one pipeline stage to "
+        "the next. Allowed are tensors, None, bool, int, float and str, and tuples, lists and dicts of them."
+    )
 
 
 def unflatten(tensors: Sequence[torch.Tensor], outline: Outline) -> Any:
     """The tree again."""
-    found = iter(tensors)
+    return _built(outline, iter(tensors))
 
-    def build(outline: Outline) -> Any:
-        kind = outline[0]
-        if kind == "tensor":
-            return next(found)
-        if kind == "value":
-            return outline[1]
-        if kind == "dict":
-            return {key: build(item) for key, item in outline[1]}
-        items = [build(item) for item in outline[1]]
-        return tuple(items) if kind == "tuple" else items
 
-    return build(outline)
+def _built(outline: Outline, tensors: Iterator[torch.Tensor]) -> Any:
+    kind = outline[0]
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "value":
+        return outline[1]
+    if kind == "dict":
+        return {key: _built(item, tensors) for key, item in outline[1]}
+    items = [_built(item, tensors) for item in outline[1]]
+    return tuple(items) if kind == "tuple" else items
 
 
 def outline_text(tree: Any) -> str:
