@@ -41,6 +41,7 @@ html_theme = "furo"
 html_title = "zoo"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 
 myst_enable_extensions = ["colon_fence"]

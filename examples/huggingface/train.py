@@ -54,7 +54,7 @@ def main() -> None:
     if args.resume:
         engine.load_checkpoint(args.out)
     while engine.global_steps < args.steps:
-        for batch in loader:  # each rank gets its own sequences; 8 of all ranks together make a step
+        for batch in loader:  # each rank gets its own sequences; 16 of all ranks are a step
             loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()

@@ -69,21 +69,20 @@ def stages() -> str:
     """Four grids: rows are ranks, columns are parts of each role; coloured is what a rank keeps."""
     cell, gap, left, top = 22, 14, 60, 44
     role_width = RANKS * cell + gap
-    panel_height = RANKS * (cell + 2) + 62
-    width, height = left + len(ROLES) * role_width + 20, 4 * panel_height + 16
-    parts = [_open(width, height)]
+    panel = left + len(ROLES) * role_width + 16, RANKS * (cell + 2) + 60
+    parts = [_open(2 * panel[0], 2 * panel[1])]
     for stage in range(4):
-        y0 = stage * panel_height
-        parts.append(f'<text x="{left}" y="{y0 + 20}" font-size="15">stage {stage}</text>')
+        x0, y0 = left + stage % 2 * panel[0], stage // 2 * panel[1]
+        parts.append(f'<text x="{x0}" y="{y0 + 20}" font-size="15">stage {stage}</text>')
         for column, role in enumerate(ROLES):
-            x = left + column * role_width + RANKS * cell / 2
+            x = x0 + column * role_width + RANKS * cell / 2
             parts.append(f'<text x="{x}" y="{y0 + 38}" text-anchor="middle">{role}</text>')
         for rank, roles in enumerate(held(stage)):
             y = y0 + top + rank * (cell + 2)
-            parts.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">rank {rank}</text>')
+            parts.append(f'<text x="{x0 - 8}" y="{y + 15}" text-anchor="end">rank {rank}</text>')
             for column, role in enumerate(ROLES):
                 for part in range(RANKS):
-                    x = left + column * role_width + part * cell
+                    x = x0 + column * role_width + part * cell
                     fill = COLOURS[part] if part in roles[role].parts else NOTHING
                     parts.append(f'<rect x="{x}" y="{y}" width="{cell - 2}" height="{cell}" fill="{fill}"/>')
     return "\n".join([*parts, "</svg>", ""])
