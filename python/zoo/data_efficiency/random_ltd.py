@@ -261,8 +261,8 @@ def _parameters(block: nn.Module) -> list[str]:
 
 
 def _changed(value: Any, name: str | None, change: Callable[[torch.Tensor, str | None], torch.Tensor]) -> Any:
-    """``value`` with its tensors changed. A function of its own: one that calls itself from within another keeps what it
-    has seen until Python looks for circles."""
+    """``value`` with its tensors changed. A function of its own: one that calls itself from within another keeps what
+    it has seen until Python looks for circles."""
     if isinstance(value, torch.Tensor):
         return change(value, name)
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
