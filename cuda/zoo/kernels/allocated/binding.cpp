@@ -57,8 +57,8 @@ struct Counter : profiler::ProfilerStateBase {
 };
 
 Counter* counting() {
-  return dynamic_cast<Counter*>(static_cast<c10::MemoryReportingInfoBase*>(
-      c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE)));
+  return dynamic_cast<Counter*>(
+      static_cast<c10::MemoryReportingInfoBase*>(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE)));
 }
 
 }  // namespace
