@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 from zoo.config.choice import ComponentChoice
 from zoo.config.core import Config
 from zoo.config.fates import Fate, allowed
-from zoo.config.section import Documented, Section, aliases_of, is_own, section_of
+from zoo.config.section import Documented, Section, aliases_of, descriptions_of, is_own, section_of
 from zoo.config.tree import Tree
 from zoo.registry import DEFAULT, LoadError, Registry, argument_types, config_class, keywords
 
@@ -148,13 +148,14 @@ def _section_rows(path: str, section: type[Section], tables: dict[str, list[Row]
     """Rows of a section under its path, then of the sections in it."""
     own = tables.setdefault(path.rstrip("."), [])
     inner: list[tuple[str, type[Section]]] = []
+    said = descriptions_of(section)
     for name, field in section.model_fields.items():
         below = section_of(field.annotation)
         if below is None:
-            own.append(_field_row(path, name, field, CARRIED_OUT))
+            own.append(_field_row(path, name, field, said.get(name), CARRIED_OUT))
         else:
             inner.append((f"{path}{name}.", below))
-            text = _text(field.description) or _first(below.__doc__)
+            text = _text(said.get(name)) or _first(below.__doc__)
             own.append(Row(f"{path}{name}", tuple(aliases_of(field)), "section", "", CARRIED_OUT, text))
     if path:
         _fate_rows(path, _table(section), tables)
@@ -184,7 +185,7 @@ def _meaning(fate: Fate) -> str:
     return f"Waits for {fate.text}." if fate.what == "waits" else f"{fate.text[0].upper()}{fate.text[1:]}."
 
 
-def _field_row(path: str, name: str, field: FieldInfo, fate: str) -> Row:
+def _field_row(path: str, name: str, field: FieldInfo, said: str | None, fate: str) -> Row:
     bounds = "".join(
         f" {sign} {getattr(item, word)}" for item in field.metadata
         for word, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")) if getattr(item, word, None) is not None
@@ -192,7 +193,7 @@ def _field_row(path: str, name: str, field: FieldInfo, fate: str) -> Row:
     default = _default(field.default) if field.default is not PydanticUndefined else _made(field)
     if field.json_schema_extra is not None and callable(field.json_schema_extra):
         default = ""  # a value that is derived from others
-    text = " ".join(filter(None, (_text(field.description), _documented(field))))
+    text = " ".join(filter(None, (_text(said), _documented(field))))
     return Row(f"{path}{name}", tuple(aliases_of(field)), _type(field.annotation) + bounds, default, fate, text)
 
 
@@ -226,8 +227,9 @@ def _option_rows(registry: Registry, kind: str, name: str, path: str, runtime: I
             yield Row(f"{path}.{key}", (), _type(annotations.get(key, Any)), "required" if required else "",
                       CARRIED_OUT, f"See {factory.__module__}.{factory.__name__}.")  # fmt: skip
     elif issubclass(config, BaseModel):
+        said = descriptions_of(config)
         for key, field in config.model_fields.items():
-            row = _field_row(f"{path}.", key, field, CARRIED_OUT)
+            row = _field_row(f"{path}.", key, field, said.get(key), CARRIED_OUT)
             fate = next((fate for start, fate in _EFFECTLESS.items() if row.sentence.startswith(start)), CARRIED_OUT)
             yield dataclasses.replace(row, fate=fate)
         if issubclass(config, Section):

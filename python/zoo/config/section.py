@@ -15,6 +15,10 @@ one list of a section's keys: its page, its schema, and the sections and getters
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
+import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +42,7 @@ __all__ = [
     "aliases_of",
     "allows_auto",
     "allows_none",
+    "descriptions_of",
     "documented_default",
     "fields_by_key",
     "is_own",
@@ -49,7 +54,10 @@ __all__ = [
 def _add_aliases(schema: dict[str, Any], model: type[BaseModel]) -> None:
     """An editor must accept the second spelling too."""
     properties = schema.get("properties", {})
+    described = descriptions_of(model)
     for name, field in model.model_fields.items():
+        if name in properties and name in described:
+            properties[name]["description"] = described[name]
         for alias in aliases_of(field):
             if name in properties:
                 properties[alias] = {**properties[name], "description": f"Another name of {name}."}
@@ -66,7 +74,6 @@ class Section(BaseModel):
         extra="forbid",
         frozen=True,
         populate_by_name=True,
-        use_attribute_docstrings=True,
         protected_namespaces=(),
         allow_inf_nan=False,
         defer_build=True,  # most sections of an import are never validated
@@ -141,6 +148,33 @@ def documented_default(field: FieldInfo) -> Any:
         if isinstance(item, Documented):
             return item.default
     return field.get_default(call_default_factory=True)
+
+
+def descriptions_of(section: type[BaseModel]) -> dict[str, str]:
+    """Field → what is said of it: its ``description``, or the string below it in the source of its class.
+
+    Sources are read when somebody asks. pydantic's ``use_attribute_docstrings`` reads them in each import.
+    """
+    found: dict[str, str] = {}
+    for owner in reversed(section.__mro__):
+        if issubclass(owner, BaseModel) and owner is not BaseModel:
+            found |= _strings_below(owner)
+    given = {name: field.description for name, field in section.model_fields.items() if field.description}
+    return {name: text for name, text in found.items() if name in section.model_fields} | given
+
+
+def _strings_below(owner: type) -> dict[str, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    except (OSError, TypeError, SyntaxError):  # a class made by a program: only ``description`` says anything
+        return {}
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }  # fmt: skip
 
 
 def fields_by_key(section: type[BaseModel]) -> dict[str, str]:
