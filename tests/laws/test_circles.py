@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,15 @@ def test_what_is_in_a_circle_is_found() -> None:
         kept: list[Any] = [x]
         kept.append(kept)
 
-    with tensors_in_circles() as found:
-        circle(torch.ones(3, 5))
+    gc.disable()
+    try:
+        circle(torch.ones(2, 2))  # before the context: not its own
+        left = torch.ones(4)
+        circle(left)
+        with tensors_in_circles() as found:
+            circle(torch.ones(3, 5))
+    finally:
+        gc.enable()
     assert found == [(3, 5)]
 
 
