@@ -275,21 +275,37 @@ class Checkpoint:
     _sha256: list[str]
     """Of each file; of version 2 only."""
 
-    def read(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
+    def read(
+        self, name: str, role: str, start: int | Box, length: int, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:  # fmt: skip
         """Elements [start, start + length) of a tensor in one role: (length,), in the dtype they were saved in.
 
         In the place of ``start`` may be a box of ``length`` elements, which come in its row-major order.
+
+        Args:
+            out: memory for them. It is filled and returned where it is (length,) on the CPU, contiguous and of the
+                saved dtype; other memory is left alone. After an error it may hold a part of them.
 
         Raises:
             MissingStateError: no such tensor or role (also a KeyError).
             CheckpointError: a range outside of it, or bytes that are not those that were written.
         """
         if isinstance(start, Box):
-            return self.read_box(name, role, start).view(-1)
+            fits = out is not None and out.shape == (start.numel,) and out.is_contiguous()
+            shaped = out.view(start.sizes) if out is not None and fits else None
+            found = self.read_box(name, role, start, out=shaped)
+            return out if out is not None and found is shaped else found.view(-1)
         with self._lock:
-            return self._read(name, role, start, length)
+            return self._read(name, role, start, length, out)
 
-    def _read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
+    def _room(self, name: str, role: str, sizes: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
+        """``out`` where it may be filled, or new memory."""
+        dtype = dtype_named(self.roles[name][role])
+        if out is None or out.shape != sizes or out.dtype is not dtype or not out.is_cpu:
+            return torch.empty(sizes, dtype=dtype)
+        return out if out.is_contiguous() and not out.requires_grad else torch.empty(sizes, dtype=dtype)
+
+    def _read(self, name: str, role: str, start: int, length: int, room: torch.Tensor | None) -> torch.Tensor:
         state = self._state_of(name, role)
         numel = math.prod(self.shapes[name])
         if start < 0 or length < 0 or start + length > numel:
@@ -297,7 +313,7 @@ class Checkpoint:
                 f"[{start}, {start + length}) lies outside of {role} {name!r}, which has {numel} elements in "
                 f"checkpoint {self.tag!r}"
             )
-        out = torch.empty(length, dtype=dtype_named(self.roles[name][role]))
+        out = self._room(name, role, (length,), room)
         boxed = False
         for row in self.index.meeting(state, start, start + length):
             if self.index.box_of(row) is not None:
@@ -313,30 +329,30 @@ class Checkpoint:
                 done += box.numel
         return out
 
-    def read_box(self, name: str, role: str, box: Box) -> torch.Tensor:
+    def read_box(self, name: str, role: str, box: Box, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """The elements of a box of a tensor in one role: of the shape ``box.sizes``, in the dtype they were saved in.
 
         For parameters that are a part of a tensor: rows or columns, an expert. Of each saved piece one run is read for
         each of the at most 2d - 1 boxes that it is, from the first element that is wanted to the last: never row by
-        row.
+        row. ``out`` as in :meth:`read`.
 
         Raises:
             MissingStateError: no such tensor or role (also a KeyError).
             CheckpointError: a box outside of it, or bytes that are not those that were written.
         """
-        state, dtype = self._state_of(name, role), dtype_named(self.roles[name][role])
+        state = self._state_of(name, role)
         whole = Box.whole(self.shapes[name])
         if not box.fits(whole.sizes):
             raise CheckpointError(
                 f"{box} lies outside of {role} {name!r}, which has shape {whole.sizes} in checkpoint {self.tag!r}"
             )
-        out = torch.empty(box.sizes, dtype=dtype)
+        found = self._room(name, role, box.sizes, out)
         if not box.numel:
-            return out
+            return found
         with self._lock:
             for boxed in (False, True):
-                self._fill(state, box, out, boxed=boxed)
-        return out
+                self._fill(state, box, found, boxed=boxed)
+        return found
 
     def tensor(self, name: str, role: str = "parameter") -> torch.Tensor:
         """A whole tensor in one role, in its shape."""

@@ -11,6 +11,7 @@ from zoo import checkpointing
 from zoo.comm import Communicator
 from zoo.engine.checkpoint.contents import PARAMETER, AnyCheckpoint
 from zoo.layout import Box
+from zoo.zero.state.logical import taking_out
 
 
 class Reads:
@@ -23,14 +24,17 @@ class Reads:
     def __init__(self, found: AnyCheckpoint) -> None:
         self._found, self._error = found, None
         self.tag, self.shapes, self.roles = found.tag, found.shapes, found.roles
+        self._read = taking_out(found.read)
 
     _error: Exception | None
 
-    def read(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
+    def read(
+        self, name: str, role: str, start: int | Box, length: int, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:  # fmt: skip
         """As :meth:`zoo.checkpointing.Checkpoint.read`, or zeros."""
         if self._error is None:
             try:
-                return self._found.read(name, role, start, length)
+                return self._read(name, role, start, length, out=out)
             except checkpointing.MissingStateError:
                 raise
             except Exception as error:  # damage, or what this machine cannot do: the others must hear of both

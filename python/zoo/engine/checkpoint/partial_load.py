@@ -76,7 +76,9 @@ class Kept:
             return not self._wanted.optimizer
         return self._wanted.custom or name in self._lacking
 
-    def read(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
+    def read(
+        self, name: str, role: str, start: int | Box, length: int, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:  # fmt: skip
         """As :meth:`zoo.checkpointing.Checkpoint.read`; KeyError for a state that is neither there nor here."""
         if role == PARAMETER and name not in self._lacking and (self._wanted.custom or self._wanted.given):
             return self._as_exact_as_known(name, start, length)
@@ -86,7 +88,7 @@ class Kept:
             from zoo.checkpointing.format.exact import dtype_named
 
             return torch.zeros(length, dtype=dtype_named(self._dtype_of(role)))
-        return self._reads.read(name, role, start, length)
+        return self._reads.read(name, role, start, length, out=out)
 
     def _held(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
         first = Box.whole(self._shapes[name]).number_of(start.offsets) if isinstance(start, Box) else start

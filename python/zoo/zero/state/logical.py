@@ -6,6 +6,7 @@ together are the state of the run, and any other placement can be filled from th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,9 +19,23 @@ from zoo.layout import StateSlice as StateSlice
 from zoo.shard.buckets import Bucket
 from zoo.zero.update.segments import Segment
 
-Reader = Callable[[str, str, Any, int], torch.Tensor]
+Reader = Callable[..., torch.Tensor]
 """``read(name, role, start, length)``: these elements as a 1-D tensor; KeyError when there is no such state. For parts
-of a tensor that are no run of it, ``start`` is a :class:`zoo.layout.Box` of ``length`` elements."""
+of a tensor that are no run of it, ``start`` is a :class:`zoo.layout.Box` of ``length`` elements. A reader that has a
+keyword ``out`` gets the memory where they belong, and may fill and return it: it saves a copy."""
+
+
+def taking_out(read: Reader) -> Reader:
+    """The reader itself where it has the keyword ``out``; otherwise one that has it and leaves it alone."""
+    if "out" in inspect.signature(read).parameters:
+        return read
+    return lambda name, role, start, length, out=None: read(name, role, start, length)
+
+
+def _settle(room: torch.Tensor, value: torch.Tensor) -> None:
+    """What a reader returned is in ``room`` now."""
+    if value is not room:
+        room.copy_(value)
 
 
 def slices_of(segments: Iterable[Segment], buckets: Sequence[Bucket], *, owned: bool = True) -> Iterator[StateSlice]:
@@ -71,15 +86,15 @@ def from_ranks_apart(read: Reader, bucket: Bucket, scalars: Mapping[str, float])
     """
     repeat, meets = bucket.placements.states.repeat, bucket.routes.feedback is not None
 
-    def reader(name: str, role: str, start: Any, length: int) -> torch.Tensor:
+    def reader(name: str, role: str, start: Any, length: int, out: torch.Tensor | None = None) -> torch.Tensor:
         num_saved = int(_number("peers", name, scalars, 0))
         try:
             if num_saved == repeat.size and meets:
                 return read(name, f"{APART}{repeat.rank}.{role}", start, length)
             parts = [read(name, f"{APART}{r}.{role}", start, length).float() for r in range(num_saved)]
         except KeyError:  # what a rank has saved for itself
-            return read(name, role, start, length)
-        return torch.stack(parts).mean(0) if parts else read(name, role, start, length)
+            return read(name, role, start, length, out=out)
+        return torch.stack(parts).mean(0) if parts else read(name, role, start, length, out=out)
 
     return reader
 
@@ -200,10 +215,12 @@ def _firsts(bucket: Bucket) -> list[Run]:
     return list({run.name: run for run in runs_of(bucket, bucket.layout.slices()) if run.length}.values())
 
 
-def _look(read: Reader, name: str, role: str, start: Any, length: int) -> torch.Tensor | None:
+def _look(
+    read: Reader, name: str, role: str, start: Any, length: int, out: torch.Tensor | None = None
+) -> torch.Tensor | None:  # fmt: skip
     """What ``read`` has there; None where there is no such state."""
     try:
-        return read(name, role, start, length)
+        return read(name, role, start, length, out=out)
     except KeyError:
         return None
 
@@ -357,21 +374,26 @@ def fill_segment(segment: Segment, read: Reader, scalars: Mapping[str, float]) -
     """
     pieces = []
     for piece in runs_of(segment.bucket, segment.slices()):
-        value = _known(segment.bucket, piece, read)
+        room = segment.value()[piece.offset : piece.offset + piece.length]
+        value = _known(segment.bucket, piece, read, room)
         if value is not None:
-            segment.value()[piece.offset : piece.offset + piece.length].copy_(value)
+            _settle(room, value)
             pieces.append(piece)
     if not pieces:
         return True
     _make_late(segment, pieces[0], read, scalars)
     found: set[bool] = set()
     for role, tensor in segment.states().items():
-        tensor.zero_()  # padding
+        if sum(piece.length for piece in pieces) < tensor.numel():
+            tensor.zero_()  # padding
         for piece in pieces:
-            value = _look(read, piece.name, role, piece.where, piece.length)
+            room = tensor[piece.offset : piece.offset + piece.length]
+            value = _look(read, piece.name, role, piece.where, piece.length, room)
             found.add(value is not None)
-            if value is not None:
-                tensor[piece.offset : piece.offset + piece.length].copy_(value)
+            if value is None:
+                room.zero_()
+            else:
+                _settle(room, value)
     for role, other in segment.of_any_shape().items():
         value = _look(read, f"{pieces[0].name}{OF}{role}", role, 0, other.numel())
         found.add(value is not None)
@@ -396,10 +418,10 @@ def fill_segment(segment: Segment, read: Reader, scalars: Mapping[str, float]) -
     return found != {False}
 
 
-def _known(bucket: Bucket, piece: Run, read: Reader) -> torch.Tensor | None:
+def _known(bucket: Bucket, piece: Run, read: Reader, out: torch.Tensor | None) -> torch.Tensor | None:
     """The parameter's elements; None where neither the source nor the model has it: it stays what it is."""
     try:
-        return read(piece.name, "parameter", piece.where, piece.length)
+        return read(piece.name, "parameter", piece.where, piece.length, out=out)
     except KeyError:
         if piece.name not in bucket.gone:
             raise
@@ -416,9 +438,12 @@ def _like(old: Any, number: float) -> Any:
 def rounded(read: Reader, dtype: torch.dtype) -> Reader:
     """``read`` with parameters rounded to ``dtype``, in which they compute."""
 
-    def found(name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
-        value = read(name, role, start, length)
-        return value.to(dtype) if role == "parameter" else value
+    def found(
+        name: str, role: str, start: int | Box, length: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:  # fmt: skip
+        if role != "parameter":
+            return read(name, role, start, length, out=out)
+        return read(name, role, start, length).to(dtype)
 
     return found
 
@@ -431,10 +456,11 @@ def fill_frozen(buckets: Sequence[Bucket], read: Reader) -> None:
         with ExitStack() as opened:
             places = [opened.enter_context(role.borrow()) for role in bucket.roles.values()]
             for piece in runs_of(bucket, bucket.layout.slices(low, high)):
-                value = _known(bucket, piece, read)
+                rooms = [place[piece.offset : piece.offset + piece.length] for place in places]
+                value = _known(bucket, piece, read, rooms[0] if rooms else None)
                 if value is not None:
-                    for place in places:
-                        place[piece.offset : piece.offset + piece.length].copy_(value)
+                    for room in rooms:
+                        _settle(room, value)
         handles.append(bucket.executor.publish(bucket))
     for handle in handles:
         if handle is not None:

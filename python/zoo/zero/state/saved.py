@@ -129,6 +129,7 @@ class SavedState(Inspection):
         if self._in_backward is not None or self.runtime.backward.failed:
             self.zero_grad()
         exact, apart = self.config.load_from_fp32_weights, bool(scalars.get("zero/apart"))
+        read = state_io.taking_out(read)
 
         def fill(segment: Segment) -> bool:
             reader = state_io.from_ranks_apart(read, segment.bucket, scalars) if apart else read
