@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from zoo import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 _FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
@@ -222,6 +225,17 @@ def _resume(_: str) -> dict[str, Any]:
     return {"engine": engine}
 
 
+def _plugin(_: str) -> dict[str, Any]:
+    """The package is installed: it can be imported, and its entry points are there (call it within a scope)."""
+    folder = ROOT / "examples/plugin"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    lines = re.findall(r'^"(\w+)\.(\w+)" = "(\S+)"$', (folder / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    for kind, name, target in lines:
+        registry.register(kind, name, target)
+    return {}
+
+
 def _pipeline(_: str) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -270,9 +284,11 @@ AT_HAND: dict[str, Callable[[str], dict[str, Any]]] = {
     "python/zoo/registry/README.md": _registry,
     **dict.fromkeys(OF_ZERO, _zero),
     "python/zoo/shard/init/README.md": _init,
+    "examples/plugin/README.md": _plugin,
     "docs/start/my-model.md": _my_model,
     "docs/how-to/resume-on-fewer-ranks.md": _resume,
     "docs/how-to/own-component.md": lambda _: {"model": nn.Linear(2, 2)},
+    "docs/how-to/own-schedule-gate-compressor.md": lambda _: {"model": nn.Linear(2, 2)},
     "docs/how-to/pipeline.md": _pipeline,
     "docs/how-to/tensor-inference.md": lambda _: {"model": _llama().eval(), "prompts": [torch.tensor([1, 2])]},
     "docs/how-to/rollouts.md": _rollouts,

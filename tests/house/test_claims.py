@@ -110,11 +110,15 @@ def test_what_examples_come_to(empty_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if blocks(page, "json")])
-def test_documents_are_configurations(page: str) -> None:
-    for block in blocks(page, "json"):
-        found = json.loads(block)
-        for document in found if isinstance(found, list) else [found]:
-            load({"train_batch_size": 16, **document}, world_size=16)
+def test_documents_are_configurations(page: str, empty_folder: Path) -> None:
+    examples = blocks(page, "python")
+    with registry.DEFAULT.scope():
+        if "plugin" in page or any("@registry.register(" in example for example in examples):  # names that they use
+            execute(page, list(range(len(examples))))
+        for block in blocks(page, "json"):
+            found = json.loads(block)
+            for document in found if isinstance(found, list) else [found]:
+                load({"train_batch_size": 16, **document}, world_size=16)
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if blocks(page, "toml")])
