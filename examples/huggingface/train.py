@@ -1,7 +1,7 @@
 """A Hugging Face model of your own under ZeRO stage 3.
 
 zoo launch --ranks 2 examples/huggingface/train.py                      a small Llama with new weights
-zoo launch --ranks 2 examples/huggingface/train.py --model FOLDER       the model of a folder
+zoo launch --ranks 2 examples/huggingface/train.py --model FOLDER       the model of a folder, or of a name on the Hub
 zoo launch --ranks 1 examples/huggingface/train.py --resume --steps 20  go on, here on one rank
 """
 
@@ -38,7 +38,7 @@ class Text(torch.utils.data.Dataset):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", help="a folder of transformers")
+    parser.add_argument("--model", help="what from_pretrained takes: a folder, or a name on the Hub")
     parser.add_argument("--text", type=Path, default=Path(__file__))
     parser.add_argument("--config", default=str(Path(__file__).with_name("config.json")))
     parser.add_argument("--out", default="runs/huggingface")

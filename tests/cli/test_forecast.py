@@ -56,6 +56,10 @@ def test_what_does_not_fit_says_what_would(model: str) -> None:
     ("arguments", "said"),
     [
         (["--gpus", "8", "--hardware", "a100"], "named 'a100', and no file is: known are a100-40, a100-80"),
+        (["--gpus", "8", "--peak"], "--peak is for a configuration of zoo train; leave out"),
+        (["--gpus", "8", "--set", "a=1"], "--set is for a configuration of zoo train"),
+        (["--stage", "3"], "--stage goes with --gpus N and a model's config.json"),
+        (["--micro-batch", "3"], "--micro-batch goes with --gpus N"),
         (["--gpus", "8", "--software", "fast"], "no software is named 'fast': known are eager, lean"),
         (["--gpus", "7", "--batch", "8"], "a batch of 8 cannot be spread over 7 ranks"),
         (["--gpus", "8", "--batch", "8", "--tensor", "16"], "need a multiple of 16 GPUs, not 8"),

@@ -41,3 +41,20 @@ def test_a_program_says_what_it_did(
     main = runpy.run_path(str(ROOT / f"examples/gallery/{name}.py"))["main"]
     sim.run(ranks, lambda rank: main())
     assert re.search(said, capfd.readouterr().out)
+
+
+@needs_transformers
+@pytest.mark.slow
+def test_a_job_goes_on_from_eight_ranks_with_six(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = ROOT / "examples/huggingface/train.py"
+    main = runpy.run_path(str(program))["main"]
+    options = ["--config", str(ROOT / "examples/gallery/elastic.json"), "--out", "runs/elastic", "--steps"]
+    for ranks, more in ((8, ["4"]), (6, ["8", "--resume"])):
+        monkeypatch.setattr("sys.argv", [str(program), *options, *more])
+        sim.run(ranks, lambda rank: main())
+    said = re.findall(r"step (\d): loss (\d\.\d+)", capfd.readouterr().out)
+    assert [int(step) for step, _ in said] == [4, 8]
+    assert float(said[1][1]) < float(said[0][1])

@@ -260,20 +260,17 @@ def forecast(
     GPUs, in the fastest layout that fits or in the one that is asked for.
     """
     with one_sentence(shared=True):
-        if gpus is not None:
-            from zoo.cli.forecasting import forecast_of_model, table
+        from zoo.cli.forecasting import forecast_of_model, refuse, table
 
-            wanted: dict[str, Any] = {
-                "tensor": tensor,
-                "pipeline": pipeline,
-                "stage": stage,
-                "micro_batch": micro_batch,
-            }
-            wanted |= {"recompute": recompute}
+        wanted: dict[str, Any] = {
+            "tensor": tensor, "pipeline": pipeline, "stage": stage, "micro-batch": micro_batch, "recompute": recompute,
+        }  # fmt: skip
+        refuse(gpus, of_models={**wanted, "tokens": tokens}, of_jobs={"peak": peak or None, "set": set_ or None})
+        if gpus is not None:
             document = forecast_of_model(
                 str(config), gpus=gpus, batch=batch, seq=seq, machine=machine or "h100", tokens=tokens,
                 software=software,
-                given={k: v for k, v in wanted.items() if v is not None}, restart_s=restart_s,
+                given={k.replace("-", "_"): v for k, v in wanted.items() if v is not None}, restart_s=restart_s,
                 hours_between_failures=hours_between_failures, checkpoint_s=checkpoint_s,
             )  # fmt: skip
             typer.echo(json.dumps(document, indent=1) if as_json else table(document))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zoo.cost import (
@@ -24,6 +24,19 @@ from zoo.cost.step import time_lines
 
 _GIB = 2.0**30
 _ROLES = ("parameters", "gradients", "states", "activations", "gathered", "head")
+
+
+def refuse(gpus: int | None, *, of_models: Mapping[str, Any], of_jobs: Mapping[str, Any]) -> None:
+    """Options that would have no effect: those of a model's forecast without ``--gpus``, and those of a job's with it.
+
+    Raises:
+        ValueError: one is given (is not None).
+    """
+    for name, value in (of_models if gpus is None else of_jobs).items():
+        if value is not None and gpus is None:
+            raise ValueError(f"--{name} goes with --gpus N and a model's config.json; add --gpus, or leave it out.")
+        if value is not None:
+            raise ValueError(f"--{name} is for a configuration of zoo train; leave out --gpus, or leave out --{name}.")
 
 
 def forecast_of_model(
