@@ -76,6 +76,7 @@ CONTENTS: dict[str, list[tuple[str, list[str]]]] = {
     "docs/reference/benchmarks": [("", ["benchmarks/**/*.md"])],
     "docs/reference/records": [("", ["docs/campaigns/*.md", "docs/clients/*.md", "docs/dstests/*.md"])],
     "docs/reference/examples": [("", ["examples/**/*.md"])],
+    "docs/reference/deepspeed-names": [("", ["docs/reference/deepspeed/*.md"])],
     "docs/reference/configuration": [("", ["docs/reference/config/*.md"])],
     "python/zoo/zero/README": [("", ["docs/zero/*.md"])],
     "python/zoo/shard/README": [("", ["python/zoo/shard/*/README.md"])],

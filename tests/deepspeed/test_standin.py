@@ -188,7 +188,17 @@ def test_every_module_of_the_tables_can_be_imported_and_every_name_has_a_home() 
         assert set(dir(module)) >= set(names if not isinstance(names, str) else ())
 
 
-def test_the_migration_page_is_made_of_the_tables() -> None:
-    from zoo.deepspeed.page import page
+def test_the_pages_are_made_of_the_tables() -> None:
+    from zoo.deepspeed.page import pages
 
-    assert (ROOT / "docs/migration.md").read_text() == page(), "python -m zoo.deepspeed.page > docs/migration.md"
+    found = pages()
+    for path, text in found.items():
+        assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run python -m zoo.deepspeed.page"
+    here = {str(page.relative_to(ROOT)) for page in (ROOT / "docs/reference/deepspeed").glob("*.md")}
+    assert here == {path for path in found if path.startswith("docs/reference/deepspeed/")}
+
+
+def test_the_migration_page_can_be_read_in_one_go() -> None:
+    from tests.house.language import figures
+
+    assert figures((ROOT / "docs/migration.md").read_text(encoding="utf-8")).words <= 1500

@@ -7,7 +7,8 @@
 * the distribution in the folder ``deepspeed/`` of the repository, which nothing installs by itself.
 
 Names are tables (``zoo.deepspeed.surface``), imported when they are first asked for; what translates arguments and
-results is in ``zoo.deepspeed.adapters``. ``docs/migration.md`` is made of the tables.
+results is in ``zoo.deepspeed.adapters``. ``docs/migration.md`` and the lists in
+``docs/reference/deepspeed-names.md`` are made of the tables.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def attribute(space: dict[str, Any], name: str) -> Any:
     raise AttributeError(
         space["_why"](f"{shown}.{name}".partition(".")[2])
         or f"{shown} has no {name!r} in zoo: it does not exist there (yet), or DeepSpeed does not have it either. "
-        "docs/migration.md lists what is there."
+        "docs/reference/deepspeed-names.md lists what is there."
     )
 
 
@@ -144,7 +144,7 @@ class TableFinder(MetaPathFinder, Loader):
         if not path:
             return None
         reason = entry.why if isinstance(entry, Refused) else self.absent[path]
-        return f"{NICKNAME}.{inside} is not in zoo: {reason} docs/migration.md lists what is there."
+        return f"{NICKNAME}.{inside} is not in zoo: {reason} docs/reference/deepspeed-names.md lists what is there."
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """See :class:`importlib.abc.MetaPathFinder`.
@@ -169,7 +169,7 @@ class TableFinder(MetaPathFinder, Loader):
             if root == self.nickname:
                 raise ModuleNotFoundError(
                     f"{fullname} does not exist in zoo (yet), whose {ROOT} stands in for DeepSpeed here; "
-                    "docs/migration.md lists what is there.",
+                    "docs/reference/deepspeed-names.md lists what is there.",
                     name=fullname,
                 )
         return None

@@ -15,7 +15,7 @@ def refused(module: str, name: str, entry: Refused) -> Any:
     A function that is called, and an instance of a class or of its subclass, are a NotImplementedError; an attribute of
     the class that a program asks for (``.apply``) is an AttributeError, so that ``hasattr`` says no.
     """
-    sentence = f"{module}.{name} is not in zoo: {entry.why} docs/migration.md lists what is there."
+    sentence = f"{module}.{name} is not in zoo: {entry.why} docs/reference/deepspeed-names.md lists what is there."
     if entry.function:
 
         def function(*args: Any, **kwargs: Any) -> NoReturn:

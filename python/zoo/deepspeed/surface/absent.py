@@ -2,7 +2,7 @@
 
 What ``parts_to_come.txt`` lists of it can be imported, and refuses with the reason when it is used. All else is not
 there: importing it is an ImportError with the reason, asking for it an AttributeError with the same.
-``docs/migration.md`` lists them.
+``docs/reference/deepspeed-names.md`` lists them.
 """
 
 from __future__ import annotations

@@ -66,7 +66,9 @@ def __getattr__(name: str) -> Any:
         from zoo.deepspeed.adapters.root.entry import init_distributed
 
         return init_distributed
-    raise AttributeError(f"deepspeed.comm has no {name!r} in zoo; docs/migration.md lists what is there.")
+    raise AttributeError(
+        f"deepspeed.comm has no {name!r} in zoo; docs/reference/deepspeed-names.md lists what is there."
+    )
 
 
 # -- of all ranks of a group ------------------------------------------------------------------------------------------
