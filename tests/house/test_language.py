@@ -19,7 +19,7 @@ def test_a_page_is_short(page: str) -> None:
     assert found.words <= 300, f"{page}: {found}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "README.md", "docs/migration.md"])
 def test_sentences_are_short(page: str) -> None:
     found = figures((ROOT / page).read_text(encoding="utf-8"))
     assert found.mean <= 16, f"{page}: {found}"

@@ -39,13 +39,16 @@ FATES = {
 HEAD = """# Configuration
 
 Every key of a configuration, one page a section. `zoo config explain KEY` prints one of them. Keys of a ds_config of
-DeepSpeed are all here; each has a fate:
+DeepSpeed are all here. The column *in zoo* says what becomes of each:
 
-| fate | what it means |
+| in zoo | what it means |
 |---|---|
 """
 
 TAIL = """
+Words such as *rank*, *unit* and *bucket* are in the [glossary](../zero/glossary.md). A size of tensors or buckets
+counts elements, unless its name or its sentence says bytes.
+
 A second spelling stands in brackets. Keys without a sentence have that of the section. Any value may be `"auto"` until
 it is resolved (`Document.resolve_auto`). Written by `make schema` from the fields and tables of the sections;
 [zoo.config](../../python/zoo/config/README.md) says how documents are read.
@@ -55,6 +58,12 @@ it is resolved (`Document.resolve_auto`). Written by `make schema` from the fiel
 | section | |
 |---|---|
 """
+
+ABOVE = """[All sections](../configuration.md). Words such as *rank*, *unit* and *bucket* are in the
+[glossary](../../zero/glossary.md). A size of tensors or buckets counts elements, unless its name or its sentence says
+bytes.
+"""
+"""What stands above the table of a section."""
 
 FIRST, FOLDER = "configuration.md", "config"
 """The first page, and the folder beside it where those of the sections are."""
@@ -104,7 +113,7 @@ def pages(registry: Registry = DEFAULT) -> dict[str, str]:
             continue
         name = where.removeprefix(f"{FOLDER}/").removesuffix(".md")
         listed.append(f"| [{name}]({where}) | {root[name].sentence if name in root else ''} |")
-        parts = [f"# {name}\n\n[All sections](../{FIRST})\n"]
+        parts = [f"# {name}\n\n{ABOVE}"]
         for title in titles:
             heading = f"`{title}`" if " " not in title else title
             parts += ([] if title == name else [f"## {heading}\n"]) + [_table_of(tables[title])]
@@ -124,7 +133,7 @@ def place(title: str) -> str:
 
 
 def _table_of(found: Iterable[Row]) -> str:
-    return "\n".join(["| key | type | default | fate | |\n|---|---|---|---|---|", *map(_line, found), ""])
+    return "\n".join(["| key | type | default | in zoo | |\n|---|---|---|---|---|", *map(_line, found), ""])
 
 
 def _line(row: Row) -> str:
