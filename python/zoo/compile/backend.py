@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from zoo.compile.capture import NotWholeError
-from zoo.compile.contract import Registered
+from zoo.compile.checking import PassError, check
+from zoo.compile.contract import EVENTS_ADDED, Registered
 from zoo.compile.passes.keep import keep_between_units
 from zoo.compile.passes.pin import PINS, lower_events
 from zoo.compile.plan import GraphPlan, placeholders, values_of
@@ -156,11 +157,14 @@ class _Maker:
 
     def _passed(self, part: fx.GraphModule, *, backward: bool) -> fx.GraphModule:
         self._plan.backward = backward
-        before = look(part, self._plan)
+        self._plan.ends[backward] = [node.name for node in placeholders(part.graph)], len(values_of(part.graph))
+        before, has_events = look(part, self._plan), False
         for apply in self._passes:
-            part = self._applied(apply, part)
+            has_events = has_events or EVENTS_ADDED in apply.contract.adds
+            part = self._applied(apply, part, checked=has_events)
             after = look(part, self._plan)
-            self._plan.say(apply.name, f"{'backward' if backward else 'forward'}: {before.until(after)}")
+            said = f"{'backward' if backward else 'forward'}: {before.until(after)}"
+            self._plan.say(apply.name, said if "bits" in apply.contract.preserves else f"{said}, not the same bits")
             before = after
         self._plan.segments[backward] = profile(part, self._plan)
         for node in part.graph.nodes:
@@ -168,7 +172,8 @@ class _Maker:
         part.recompile()
         return part
 
-    def _applied(self, what: Registered, part: fx.GraphModule) -> fx.GraphModule:
+    def _applied(self, what: Registered, part: fx.GraphModule, *, checked: bool) -> fx.GraphModule:
+        """The graph that a pass makes. One that it has broken would compute something else, or wait for ever."""
         try:
             made = what.apply(part, self._plan)
         except NotWholeError:
@@ -177,6 +182,11 @@ class _Maker:
             raise NotWholeError(f"the pass {what.name!r} failed: {type(error).__name__}: {error}") from error
         if not isinstance(made, fx.GraphModule):
             raise NotWholeError(f"the pass {what.name!r} returned a {type(made).__name__}; it returns the graph")
+        try:
+            if checked:
+                check(made, self._plan)
+        except PassError as error:
+            raise NotWholeError(f"the pass {what.name!r} has broken the graph: {error}") from error
         return made
 
     def _running(self, compiled: Callable[[list[Any]], Any], backward: bool) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -16,6 +17,8 @@ Pass = Callable[[fx.GraphModule, GraphPlan], fx.GraphModule]
 Schedule = Sequence[tuple[int, Sequence["str | Pass"]]]
 
 PROMISES = frozenset({"bits", "starts", "whole_bytes"})
+EVENTS_ADDED = "events"
+"""What the pass "place" adds, without which nothing is gathered and no gradient is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +28,13 @@ class PassContract:
     Attributes:
         requires: what passes before it have added. adds: what later ones may require.
         preserves: of "bits" (what the graph computes), "starts" (which communication begins, in which order) and
-            "whole_bytes" (how much of the parameters is whole at once, at most what it was). A pass that preserves no
-            starts has to run on all ranks.
+            "whole_bytes" (how much of the parameters is whole at once, at most what it was). Ranks rely on the last
+            two: a graph that has not these is not used, whatever the contract of its pass is
+            (:func:`~zoo.compile.check`). Bits are its author's word; reports say where it is not given.
         conflicts: names of passes that cannot be in the same list.
+
+    Raises:
+        ValueError: there is nothing of that name to preserve. TypeError: one of these is no set of names.
     """
 
     requires: frozenset[str] = frozenset()
@@ -36,6 +43,11 @@ class PassContract:
     conflicts: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        for name in ("requires", "adds", "preserves", "conflicts"):
+            given = getattr(self, name)
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                raise TypeError(f"PassContract({name}={given!r}): give a set of names, such as {{'events'}}.")
+            object.__setattr__(self, name, frozenset(given))
         unknown = self.preserves - PROMISES
         if unknown:
             raise ValueError(
@@ -62,11 +74,18 @@ def register_compile_pass(name: str, apply: Pass, contract: PassContract | None 
         apply: ``(graph, plan) → graph``, over the forward graph and then over that of backward
             (``plan.backward``); it may change the one that it is given.
         contract: what it needs and promises; None: everything is preserved, nothing is needed.
+
+    Raises:
+        ValueError: the name is none. TypeError: it is no function, or the contract is none.
     """
     if not name.isidentifier():
         raise ValueError(f"the name of a pass is an identifier, not {name!r}.")
     if not callable(apply):
         raise TypeError(f"the pass {name!r} is a {type(apply).__name__}; give a function of a graph and a plan.")
+    if contract is not None and not isinstance(contract, PassContract):
+        raise TypeError(
+            f"the contract of the pass {name!r} is a {type(contract).__name__}; give a PassContract or None."
+        )
     _PASSES[name] = Registered(name, apply, contract or PassContract())
 
 
@@ -74,13 +93,15 @@ def compile_pass(which: str | Pass) -> Registered:
     """The pass of a name, or that is this function.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or the function has several names.
     """
     if isinstance(which, str) and which in _PASSES:
         return _PASSES[which]
-    for known in _PASSES.values():
-        if known.apply is which:
-            return known
+    known = [one for one in _PASSES.values() if one.apply is which]
+    if len(known) > 1:
+        raise ValueError(f"a pass has the names {', '.join(one.name for one in known)}: give the one that is meant.")
+    if known:
+        return known[0]
     shown = repr(which) if isinstance(which, str) else getattr(which, "__name__", repr(which))
     raise ValueError(
         f"there is no pass {shown}: known are {', '.join(sorted(_PASSES))}. Make others known by "
@@ -121,16 +142,40 @@ def validate_schedule(schedule: Schedule) -> tuple[tuple[int, tuple[Registered, 
         schedule: (step, passes), the first of step 0, in order.
 
     Raises:
-        ValueError: steps are not in order, or see :func:`ordered`.
+        ValueError: it is no list of these; steps are not in order; a list adds no events; or see :func:`ordered`.
     """
     checked: list[tuple[int, tuple[Registered, ...]]] = []
-    for step, passes in schedule:
+    for step, passes in entries(schedule):
         if type(step) is not int or step < 0 or (checked and step <= checked[-1][0]):
-            raise ValueError(f"a schedule of passes has steps 0 < … in order, and {step!r} is not in order.")
+            raise ValueError(
+                f"the steps of a schedule of passes are whole numbers that rise from 0, and {step!r} is not in order."
+            )
         checked.append((step, ordered(passes)))
     if not checked or checked[0][0] != 0:
         raise ValueError("a schedule of passes begins with step 0.")
+    for step, found in checked:
+        if not any(EVENTS_ADDED in known.contract.adds for known in found):
+            raise ValueError(
+                f"the passes of step {step} are {', '.join(known.name for known in found) or 'none'}, and none of "
+                f"them adds {EVENTS_ADDED}: nothing would be gathered. Zoo's own are {', '.join(DEFAULT)}."
+            )
     return tuple(checked)
+
+
+def entries(schedule: object) -> list[tuple[Any, list[Any]]]:
+    """The steps of a schedule with their passes, in its order.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    shape = "a schedule of passes is a list such as [(0, ['keep', 'place'])], of steps with lists of passes"
+    if not isinstance(schedule, Sequence) or isinstance(schedule, str):
+        raise ValueError(f"{shape}, and no {type(schedule).__name__}.")
+    for entry in schedule:
+        fits = isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2
+        if not fits or isinstance(entry[1], (str, Mapping)) or not isinstance(entry[1], Iterable):
+            raise ValueError(f"{shape}, and {entry!r} is no such pair.")
+    return [(step, list(passes)) for step, passes in schedule]
 
 
 DEFAULT = ("downcast", "keep", "place")

@@ -42,6 +42,9 @@ class GraphPlan:
         remade: by the name of an input of the backward graph that is a parameter although torch meant something that is
             made of it.
         read_last: partitioned buckets that the backward graph reads after its last event.
+        ends: by whether it is that of backward, the names of each graph's inputs and how many values it returns, as
+            torch has traced it.
+        taken: bucket and slot of each gradient that the backward graph takes.
         backward: the graph at hand is that of backward.
         report: what passes have to say, by pass.
         segments: by whether it is that of backward, what each graph will take (:mod:`zoo.compile.profile`).
@@ -52,6 +55,8 @@ class GraphPlan:
     num_returned: int = 0
     remade: dict[str, Remade] = field(default_factory=dict)
     read_last: frozenset[Bucket] = frozenset()
+    ends: dict[bool, tuple[list[str], int]] = field(default_factory=dict)
+    taken: frozenset[tuple[int, int]] = frozenset()
     backward: bool = False
     report: dict[str, list[str]] = field(default_factory=dict)
     segments: dict[bool, list[Segment]] = field(default_factory=dict)

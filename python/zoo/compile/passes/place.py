@@ -163,5 +163,6 @@ def _take_gradients(graph: fx.Graph, plan: GraphPlan, order: fx.Node) -> dict[Bu
         where = value if value.op != "placeholder" else order
         with graph.inserting_after(where):
             taken[bucket].append(graph.call_function(ACCUMULATE, (order, value, bucket.index, slot)))
+    plan.taken = frozenset((node.args[2], node.args[3]) for nodes in taken.values() for node in nodes)  # type: ignore[misc]
     return_values(graph, values)
     return taken
