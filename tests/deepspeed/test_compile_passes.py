@@ -73,9 +73,33 @@ def test_schedules_of_deepspeed_are_those_of_zoos_passes() -> None:
     schedule = [(0, ["zero3_compile"]), (5, ["zero3_compile", "prefetch", "selective_gather", "mine"])]
     default = ["downcast", "keep", "place"]
     assert translated(schedule) == [(0, default), (5, [*default, "mine"])]
+    assert translated([(0, ["zero1_compile"]), (9, ["zero2_compile"])]) == [(0, default), (9, default)]
     assert translated(None) is None
     with pytest.raises(NotImplementedError, match="offload_optimizer and offload_param"):
         translated([(0, ["zero3_compile", "offload_parameters"])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_without_gathers_are_graphs_too(stage: int) -> None:
+    """DeepSpeed's own schedule of a stage, with the losses of a run that is not compiled."""
+    document = {
+        "train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage}, "compile": {"deepcompile": True},
+    }  # fmt: skip
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        engine, *_ = deepspeed.initialize(model=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), config=document)
+        if compiles:
+            engine.compile(backend="aot_eager", schedule=[(0, [f"zero{stage}_compile"])])
+        for _ in range(3):
+            loss = engine(torch.ones(4, 4)).sum()
+            engine.backward(loss)
+            engine.step()
+            found.append(float(loss))
+        engine.destroy()
+    assert found[:3] == found[3:]
 
 
 @pytest.mark.slow

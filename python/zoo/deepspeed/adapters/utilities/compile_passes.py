@@ -138,8 +138,9 @@ def register_compile_pass(name: str, apply: Callable[..., Any], contract: Any = 
     passes.register_compile_pass(name, apply, contract)
 
 
-_STANDS_FOR = {ZERO1: (), ZERO2: (), ZERO3: ("downcast", "keep", "place"), PREFETCH: (), SELECTIVE_GATHER: ()}
-"""DeepSpeed's pass → those of zoo: its stages gather, keep what the budget allows and gather ahead at once."""
+_STAGE = ("downcast", "keep", "place")
+_STANDS_FOR = {ZERO1: _STAGE, ZERO2: _STAGE, ZERO3: _STAGE, PREFETCH: (), SELECTIVE_GATHER: ()}
+"""DeepSpeed's pass → those of zoo: each stage's gather, keep what the budget allows and gather ahead at once."""
 
 
 def translated(schedule: Any) -> Any:
