@@ -14,7 +14,8 @@ FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11 python
 
 # C++ and CUDA whose layout is checked; what clang-tidy reads: no torch, so that it takes seconds. Of what is compiled for
 # each instruction set without its analysis of paths, which takes lengths and addresses for 0 that no caller passes.
-FORMATTED := $(wildcard $(addprefix cuda/zoo/kernels/,common/*.* */*.cu */*.h */binding.cpp */python.cpp))
+FORMATTED := $(wildcard $(addprefix cuda/zoo/kernels/,common/*.* */*.cu */*.h */binding.cpp */python.cpp)) \
+  $(wildcard $(addprefix tests/kernels/emulator/,*.cpp include/*.h include/*/*.h))
 TIDY := $(filter-out %/binding.cpp,$(wildcard cuda/zoo/kernels/common/*.cpp))
 TIDY_ISA := $(filter-out %/binding.cpp %/python.cpp cuda/zoo/kernels/common/%,$(wildcard cuda/zoo/kernels/*/*.cpp))
 
@@ -27,13 +28,13 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels \
+.PHONY: help setup train test test-rust test-python test-avx2 test-slow laws campaign mutants mutants-cuda lint format types contracts wheels \
 	try-wheels release nvcc peer dstests plugin kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema pages docs clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo "also: setup test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels try-wheels release nvcc"
+	@echo "also: setup test-rust test-python test-avx2 test-slow laws campaign mutants mutants-cuda lint format types contracts wheels try-wheels release nvcc"
 	@echo "      peer dstests plugin kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema pages docs clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
@@ -97,6 +98,11 @@ campaign: setup
 mutants: setup
 	@VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/uv pip install --quiet -r requirements-mutants.txt
 	@$(BIN)/python -m scripts.mutants $(ARGS)
+
+# Which barriers and masks of the kernels for CUDA could be missing? Each is taken away and weakened, on the emulator, in
+# every order of threads: some ten minutes, and a page to keep.
+mutants-cuda:
+	@$(MAKE) --no-print-directory campaign NAME=$(or $(NAME),cuda-mutants) ARGS="tests/kernels/test_cuda_mutants.py $(ARGS)"
 
 # Each law under each semantics of zoo.sim and over the transports of CPU jobs; `make test` draws one for each.
 laws: setup

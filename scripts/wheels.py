@@ -134,7 +134,9 @@ def time_of_commit() -> str:
 def unpack(archive: Path, into: Path) -> Path:
     shutil.rmtree(into, ignore_errors=True)
     with tarfile.open(archive) as file:
-        file.extractall(into, filter="data")
+        if hasattr(tarfile, "data_filter"):  # from Python 3.10.12 and 3.11.4 on; the archive is of this very run
+            file.extraction_filter = tarfile.data_filter
+        file.extractall(into)
     (folder,) = into.iterdir()
     for path in folder.rglob("*"):
         os.utime(path)  # cargo compiles what is newer than its product, and the archive has the time of the commit
@@ -163,6 +165,7 @@ def check_contents(name: str, wheel: Path, folder: Path) -> None:
 def check_paths(wheel: Path) -> None:
     """Stop where a library in a wheel tells of a folder of this machine: elsewhere other bytes would come out."""
     places = {str(ROOT), str(VENV), sys.base_prefix, os.environ.get("CARGO_HOME", str(Path.home() / ".cargo"))}
+    places -= {"/usr", "/usr/local"}  # the same on every machine
     with zipfile.ZipFile(wheel) as file:
         for name in file.namelist():
             data = file.read(name) if name.endswith(".so") else b""
@@ -189,6 +192,7 @@ def try_them() -> None:
         try_readme(home, python, environment)
         try_without_compiler(home, python, environment)
         try_plugins(home, python, environment)
+        try_package(home, python, environment)
         try_with_kernels(home, python, environment)
     say(f"the wheels train in an empty environment ({time.monotonic() - began:.0f} s)")
 
@@ -214,6 +218,7 @@ def try_on(other: str) -> None:
             stop(f"the example did not train:\n{said}")
         run(zoo, "report", home / "runs/bytes", cwd=home, env=environment)
         try_plugins(home, python, environment)
+        try_package(home, python, environment)
     how = f"with the kernels for torch {torch}" if fits else f"with torch {torch}, for which dist/ has no kernels"
     say(f"the wheels train on {other} {how} ({time.monotonic() - began:.0f} s)")
 
@@ -344,6 +349,21 @@ print(*{version("zoo-core"), *(registry.get("subpackage", name).version for name
     if said[0] != "zoo.deepspeed" or not said[-1].endswith("+zoo"):
         stop(f"import deepspeed was to give zoo.deepspeed in a version of its own, and gave {' '.join(said)}.")
     say(f"deepspeed {said[-1]} is zoo under that name")
+
+
+def try_package(home: Path, python: Path, environment: dict[str, str]) -> None:
+    """The package of examples/plugin, as somebody has it who has only these wheels: installed, its own tests pass."""
+    package = home / "package"
+    shutil.copytree(ROOT / "examples/plugin", package, ignore=shutil.ignore_patterns("__pycache__", "dist"))
+    install(python, "--no-deps", package)
+    (package / "zoo_example").rename(package / "not_here")  # what is tested is what was installed
+    constraints = home / "constraints.txt"
+    install(python, *(["--constraint", constraints] if constraints.exists() else []), "pytest")
+    said = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package, env=environment)
+    passed = re.search(r"^(\d+) passed(, \d+ warnings?)? in", said, re.MULTILINE)
+    if passed is None:
+        stop(f"all tests of examples/plugin were to pass with the wheels, none left out:\n{said}")
+    say(f"{passed[1]} tests of examples/plugin pass outside of the tree")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,61 @@
-"""Which cases of a test with many of them are left to ``make test-slow``.
+"""Which tests ``make test`` leaves to ``make test-slow``, so that it stays short however many there are.
 
 A test marked ``matrix`` has one body and many cases (stages x dtypes x devices). ``make test`` runs a third of those
 that are not slow anyway, at least one: whose names have the smallest checksums, so that it is the same third each time
 and no row or column.
+
+A test marked ``dear`` takes more than about a second of CPU; these are one of fourteen tests, and half of the time of
+all. ``make test`` runs a sixth of them, drawn by the commit: one commit always runs the same ones, and another one
+others. A run of files that somebody names runs all.
 """
 
 from __future__ import annotations
 
+import subprocess
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parent
+ONE_OF = 6
+
 
 def rest(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The cases that are not of the third."""
+    """The cases of matrices that are not of the third."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("matrix") and not any(map(item.get_closest_marker, ("slow", "campaign"))):
+        if item.get_closest_marker("matrix") and not _is_left_anyway(item):
             cases[item.nodeid.partition("[")[0]].append(item)
     found = []
     for mine in cases.values():
         mine.sort(key=lambda item: zlib.crc32(item.name.encode()))
         found += mine[-(-len(mine) // 3) :]
     return found
+
+
+def not_drawn(items: Sequence[pytest.Item], commit: str) -> list[pytest.Item]:
+    """The dear tests whose turn it is not in ``commit``."""
+    dear = [item for item in items if item.get_closest_marker("dear") and not _is_left_anyway(item)]
+    return [item for item in dear if zlib.crc32(f"{commit} {item.nodeid}".encode()) % ONE_OF]
+
+
+def is_whole(args: Sequence[str]) -> bool:
+    """Whether a run was asked for all tests and not for some files."""
+    return all(Path(arg).resolve() in (TESTS, TESTS.parent) for arg in args)
+
+
+def commit() -> str:
+    """The checked out commit; empty where git knows of none, such as in an archive of sources."""
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=TESTS, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _is_left_anyway(item: pytest.Item) -> bool:
+    return any(map(item.get_closest_marker, ("slow", "campaign")))

@@ -176,9 +176,11 @@ def rotary_cases(large: bool) -> Iterator[Case]:
 
 
 def attention_cases(large: bool) -> Iterator[Case]:
-    """Heads that share keys and not; one query and several; causal, masked in part and wholly; odd sizes."""
+    """Heads that share keys and not; one query and several; causal, masked in part and wholly; more keys than a warp
+    has threads, and than a block; odd sizes."""
     shapes = [
         (2, 4, 2, 3, 9, 8),
+        (1, 2, 1, 3, 150, 16),
         (1, 9, 3, 1, 70, 64),
         (2, 3, 3, 2, 2, 17),
         *([(2, 32, 8, 4, 3000, 128)] if large else []),

@@ -222,7 +222,7 @@ def permute_cases(large: bool) -> Iterator[Case]:
     for dtype in DTYPES:
         for tokens, k, experts, dim in (
             (0, 2, 3, 5), (1, 1, 1, 1), (5, 3, 4, 0), (65, 2, 8, 33), (129, 2, 8, 64), (17, 3, 4, 264),
-            *([(1031, 2, 64, 1021)] * large),
+            (2, 1, 2, 11328), *([(1031, 2, 64, 1021)] * large),
         ):  # fmt: skip
             indices = choices(tokens, k, experts)
             for capacity in (None, 0, tokens * k // experts + 1):

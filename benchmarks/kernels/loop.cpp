@@ -3,7 +3,7 @@
 //   loop_fp32    reads p, g, m, v; writes p, m, v                                        4·(4 + 3) bytes
 //   loop_mixed   reads g (bf16), p, m, v (fp32); writes p, m, v (fp32), o (bf16)         2 + 12 + 12 + 2 bytes
 //
-// Compiled for this very machine (-O3 -march=native). Rows are dealt out to threads by equal numbers of elements.
+// Compiled for this very machine (-O3 -march=native), or for the instruction set that ZOO_KERNELS_ISA names. Rows are dealt out to threads by equal numbers of elements.
 #include <cstdint>
 #include <cstring>
 

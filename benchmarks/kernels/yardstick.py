@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shlex
 import subprocess
 import tempfile
@@ -14,7 +15,9 @@ import torch
 from zoo.kernels.building.plan import compiler_version, find_compiler
 
 SOURCE = Path(__file__).with_name("loop.cpp")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+MACHINE = {"avx2": "haswell", "portable": "x86-64"}.get(os.environ.get("ZOO_KERNELS_ISA", ""), "native")
+"""As zoo's kernels are held to an instruction set, so is the loop."""
+FLAGS = ("-O3", f"-march={MACHINE}", "-fopenmp", "-fPIC", "-shared")
 
 
 class Row(ctypes.Structure):

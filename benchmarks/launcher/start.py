@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from benchmarks.common import ROOT, Spread, table
+from benchmarks.common import ROOT, Spread, table, write_page
 from benchmarks.launch import environment
 
 HERE = Path(__file__).parent
@@ -31,6 +31,9 @@ IMPORTS = {
 }
 ASKED = 0.06
 """What the import of zoo.zero may add, of torch's own."""
+
+TRIES = 3
+"""Starts of one contender in one round, at most: gloo's teardown ends a process with SIGABRT now and then."""
 
 Taken = tuple[float, float]  # CPU and wall seconds
 
@@ -68,16 +71,28 @@ def run(command: Sequence[str]) -> Taken:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall_s
 
 
-def in_turns(commands: Mapping[str, Sequence[str]], rounds: int, say: Callable[[str], None]) -> dict[str, list[Taken]]:
-    """Name → what each round took. A first round, which fills caches, does not count."""
+def in_turns(
+    commands: Mapping[str, Sequence[str]], rounds: int, say: Callable[[str], None]
+) -> tuple[dict[str, list[Taken]], dict[str, int]]:
+    """Name → what each round took, and how many starts failed and were repeated. A first round, which fills caches,
+    does not count."""
     taken: dict[str, list[Taken]] = {name: [] for name in commands}
+    failed = dict.fromkeys(commands, 0)
     for number in range(rounds + 1):
         for name, command in commands.items():
-            say(f"round {number} of {rounds}: {name}")
-            figures = run(command)
+            for tried in range(1, TRIES + 1):
+                say(f"round {number} of {rounds}: {name}")
+                try:
+                    figures = run(command)
+                    break
+                except RuntimeError as error:
+                    failed[name] += 1
+                    print(f"\n{error}", file=sys.stderr)
+                    if tried == TRIES:
+                        raise
             if number:
                 taken[name].append(figures)
-    return taken
+    return taken, failed
 
 
 def import_rows(taken: Mapping[str, Sequence[Taken]]) -> list[list[str]]:
@@ -92,7 +107,7 @@ def import_rows(taken: Mapping[str, Sequence[Taken]]) -> list[list[str]]:
     return rows
 
 
-def job_rows(ranks: int, taken: Mapping[str, Sequence[Taken]]) -> list[list[str]]:
+def job_rows(ranks: int, taken: Mapping[str, Sequence[Taken]], failed: Mapping[str, int]) -> list[list[str]]:
     """A table's rows of one number of ranks."""
     rows = []
     for name, figures in taken.items():
@@ -104,6 +119,7 @@ def job_rows(ranks: int, taken: Mapping[str, Sequence[Taken]]) -> list[list[str]
                 Spread(tuple(cpu for cpu, _ in figures)).text(),
                 Spread(tuple(wall for _, wall in figures)).text(),
                 f"{statistics.median(ratio):.2f}",
+                str(failed[name]),
             ]
         )
     return rows  # fmt: skip
@@ -121,10 +137,11 @@ def page(imports: Sequence[Sequence[str]], started: Sequence[Sequence[str]], rou
         table(["import", "CPU s", "over torch, s", "of torch's own"], imports),
         f"Asked: zoo.zero adds at most {ASKED} of torch's own import.",
         "## From launch to the end of the first step",
-        "All processes of the job; the last column is CPU over torchrun's with DDP in the same round.",
-        table(["ranks", "job", "CPU s", "wall s", "CPU, of torchrun's"], started),
+        "All processes of the job; ratios are CPU over torchrun's with DDP in the same round. A start that failed "
+        "(gloo aborts in its teardown now and then) is repeated and counted.",
+        table(["ranks", "job", "CPU s", "wall s", "CPU, of torchrun's", "starts that failed"], started),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def main() -> None:
@@ -138,12 +155,12 @@ def main() -> None:
     def say(line: str) -> None:
         print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
 
-    imports = import_rows(in_turns({name: ["-c", line] for name, line in IMPORTS.items()}, given.rounds, say))
-    started = [row for ranks in given.ranks for row in job_rows(ranks, in_turns(jobs(ranks), given.rounds, say))]
+    imports = import_rows(in_turns({name: ["-c", line] for name, line in IMPORTS.items()}, given.rounds, say)[0])
+    started = [row for ranks in given.ranks for row in job_rows(ranks, *in_turns(jobs(ranks), given.rounds, say))]
     text = page(imports, started, given.rounds)
     print(f"\n{text}")
     if given.write:
-        (HERE / "START.md").write_text(text, encoding="utf-8")
+        write_page(HERE / "START.md", text)
 
 
 if __name__ == "__main__":

@@ -66,8 +66,7 @@ def kind_of(optimizer: ZeroOptimizer | TorchftDiLoCo) -> str:
         return "mean gradient"
     parts = [
         text for text, there in (
-            ("mean gradient", now.gradients), ("variance and momentum", now.variance and now.momentum),
-            ("momentum", now.momentum and not now.variance), ("parameters", now.parameters),
+            ("mean gradient", now.gradients), ("momentum", now.momentum), ("parameters", now.parameters),
         ) if there
     ]  # fmt: skip
     return " + ".join(parts) or LOCAL

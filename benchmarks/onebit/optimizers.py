@@ -23,7 +23,7 @@ RAW = ROOT / "build/benchmarks/onebit_optimizers.json"
 PARTS = ["steps", "bytes", "digits"]
 BIT_S = 1e-9
 """Seconds a bit at 1 Gbit/s."""
-VARIANCE, MOMENTUM = "variance and momentum", "momentum"
+VARIANCE, MOMENTUM = "mean gradient", "momentum"
 
 
 def _schedule(freeze: int, scaler: int) -> ZeroOneSchedule:

@@ -31,6 +31,13 @@ JOBS = [
     {"stage": stage, "layers": 6, "width": 512, "seconds": seconds, "steps": 5, "mbit": mbit}
     for stage in (1, 2, 3) for mbit, seconds in ((100, 0.1), (100, 0.02), (500, 0.02))
 ]  # fmt: skip
+PIPELINES = [
+    {
+        "schedule": schedule, "micro_batches": 4, "rows": 256, "layers": 6, "width": 512, "seconds": seconds,
+        "steps": 5, "mbit": mbit,
+    }
+    for schedule in ("gpipe", "1f1b") for mbit, seconds in ((100, 0.05), (100, 0.02), (500, 0.02))
+]  # fmt: skip
 
 
 def clocked(spec: dict[str, Any]) -> float:
@@ -71,9 +78,9 @@ def _mark(step: int) -> None:
 def _many() -> str:
     """The same program on more ranks, in a process for each number."""
     rows = []
-    for ranks in (16, 64, 256, 1024):
+    for ranks, role in (*((n, False) for n in (16, 64, 256, 1024)), *((n, True) for n in (64, 1024, 10_000, 100_000))):
         ended = subprocess.run(
-            [sys.executable, "-m", "benchmarks.sim.many", str(ranks)],
+            [sys.executable, "-m", "benchmarks.sim.many", str(ranks), *["role"] * role],
             capture_output=True,
             text=True,
             check=True,
@@ -82,14 +89,15 @@ def _many() -> str:
         found = json.loads(ended.stdout)
         rows.append(
             [
-                f"{ranks:,}", f"{found['items']:,}", f"{found['run_s']:.1f}", f"{found['events_s']:.2f}",
-                f"{found['mib']:,.0f}", f"{found['makespan_ms']:.2f}",
+                f"{ranks:,}", "1" if role else "all", f"{found['items']:,}", f"{found['run_s']:.1f}",
+                f"{found['events_s']:.2f}", f"{found['mib']:,.0f}", f"{found['makespan_ms']:.2f}",
             ]
         )  # fmt: skip
     return (
-        "ZeRO-3, two steps of six layers of 64 x 64 which take 1 ms forward and 2 back; H100s, eight a node. All ranks "
-        "run the real runtime; CPU seconds of one core, MiB after imports (asked: 1,024 ranks in 120 s and 2 GB).\n\n"
-        + table(["ranks", "program items", "run s", "time s", "MiB", "simulated ms"], rows) + "\n"
+        "ZeRO-3, two steps of six layers of 64 x 64 which take 1 ms forward and 2 back; H100s, eight a node. Ranks "
+        "run the real runtime: all of them, or one in the place of all, which do the same (`role_of`). CPU seconds of "
+        "one core, MiB after imports (asked: 1,024 ranks in 120 s and 2 GB).\n\n"
+        + table(["ranks", "run", "program items", "run s", "time s", "MiB", "simulated ms"], rows) + "\n"
     )  # fmt: skip
 
 
@@ -99,8 +107,10 @@ def main() -> None:
     parser.add_argument("--write-results", action="store_true")
     parser.add_argument("--trace", type=Path, help="write the last job's timeline here, for Perfetto")
     given = parser.parse_args()
-    rows, errors = [], []
-    for spec in JOBS:
+    rows: dict[bool, list[list[str]]] = {False: [], True: []}
+    errors = []
+    for spec in (*JOBS, *PIPELINES):
+        piped = "schedule" in spec
         try:
             real = clocked(spec)
         except LinkError as error:
@@ -108,23 +118,27 @@ def main() -> None:
         found, path = simulated(spec, given.trace)
         errors.append(found / real - 1)
         most = sorted(path.items(), key=lambda item: -item[1])[:3]
-        rows.append(
+        rows[piped].append(
             [
-                str(spec["stage"]), f"{spec['mbit']}", f"{1e3 * spec['seconds']:.0f}", f"{1e3 * real:.0f}",
-                f"{1e3 * found:.0f}", f"{errors[-1]:+.1%}",
+                str(spec["schedule" if piped else "stage"]), f"{spec['mbit']}", f"{1e3 * spec['seconds']:.0f}",
+                f"{1e3 * real:.0f}", f"{1e3 * found:.0f}", f"{errors[-1]:+.1%}",
                 ", ".join(f"{n} {1e3 * s:.0f}" for n, s in most if s > 1e-4),
             ]
         )  # fmt: skip
-        print(rows[-1], flush=True)
+        print(rows[piped][-1], flush=True)
     facts = "\n".join(f"- {k}: {v}" for k, v in machine(["torch"]).items())
     page = (
         "# Simulated time beside the clock's\n\nWritten by `python -m benchmarks.sim`. Two ranks of gloo in network "
         "namespaces with a cable between them; six layers of 512 x 512 that sleep: forward as long as the third column "
-        "says, backward twice. Milliseconds of a step, the median after two. Nothing is fitted: the simulation knows "
+        "says, backward twice. Below, the same layers (diagonal ones, so that products take no time) as a pipeline of "
+        "two stages, with four micro-batches of 256 rows: 512 KiB a message. Milliseconds of a step, the median after "
+        "two. Nothing is fitted: the simulation knows "
         f"the seconds of a layer, the cable's rate, {WIRE} bytes on the wire for each and {1e3 * LATENCY_S} ms a "
         "message.\n\n"
         f"{facts}\n\n"
-        + table(["stage", "Mbit/s", "layer ms", "clock", "simulated", "error", "critical path, ms"], rows)
+        + table(["stage", "Mbit/s", "layer ms", "clock", "simulated", "error", "critical path, ms"], rows[False])
+        + "\n\n"
+        + table(["schedule", "Mbit/s", "layer ms", "clock", "simulated", "error", "critical path, ms"], rows[True])
         + f"\n\nMean error {statistics.mean(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%} (asked: 5 %).\n"
     )
     page += "\n## Many ranks\n\n" + _many()

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zoo.engine
 from zoo import sim
+from zoo.pipe import LayerSpec, PipelineModule
 from zoo.sim.world import place
 from zoo.zero import ZeroOptimizer
 
@@ -37,14 +39,16 @@ class Sleeping(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, width: int, seconds: float) -> None:
+    def __init__(self, width: int, seconds: float, *, diagonal: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width)
+        shape = (width,) if diagonal else (width, width)
+        self.weight = nn.Parameter(torch.randn(*shape) / width)
         self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _takes(self.seconds, "forward")
-        out: torch.Tensor = _Slow.apply(x @ self.weight, 2 * self.seconds)
+        scaled = x * self.weight if self.weight.ndim == 1 else x @ self.weight
+        out: torch.Tensor = _Slow.apply(scaled, 2 * self.seconds)
         return out
 
 
@@ -68,7 +72,11 @@ def _takes(seconds: float, name: str) -> None:
 
 
 def steps(spec: dict[str, Any], rank: int, begin: Any) -> None:
-    """Train; ``begin(number)`` is called before each step and after the last."""
+    """Train; ``begin(number)`` is called before each step and after the last. With "micro_batches" the layers are a
+    pipeline of two stages."""
+    if "micro_batches" in spec:
+        _pipeline(spec, begin)
+        return
     model = Sleeping(spec["layers"], spec["width"], spec["seconds"])
     optimizer = ZeroOptimizer(
         model, stage=spec["stage"], optimizer=torch.optim.SGD, lr=1e-3, param_persistence_threshold=0,
@@ -80,6 +88,23 @@ def steps(spec: dict[str, Any], rank: int, begin: Any) -> None:
         optimizer.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
+    begin(spec["steps"])
+
+
+def _pipeline(spec: dict[str, Any], begin: Any) -> None:
+    torch.manual_seed(0)
+    # Diagonal: of many rows, which make the messages, a product takes long beside layers that sleep.
+    layers = [LayerSpec(_Layer, spec["width"], spec["seconds"], diagonal=True) for _ in range(spec["layers"])]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, schedule=spec["schedule"])
+    config = {
+        "train_micro_batch_size_per_gpu": spec["rows"], "gradient_accumulation_steps": spec["micro_batches"],
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 0},
+    }  # fmt: skip
+    engine = zoo.engine.initialize(config, model)[0]
+    batch = [torch.randn(spec["rows"], spec["width"]) for _ in range(2)]
+    for step in range(spec["steps"]):
+        begin(step)
+        engine.train_batch(iter([tuple(batch)] * spec["micro_batches"]))
     begin(spec["steps"])
 
 

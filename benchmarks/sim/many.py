@@ -1,5 +1,5 @@
-"""The real runtime on many simulated ranks, and its time on a machine: ``python -m benchmarks.sim.many RANKS``, prints
-JSON."""
+"""The real runtime on many simulated ranks, and its time on a machine: ``python -m benchmarks.sim.many RANKS [role]``,
+prints JSON. With ``role`` one rank runs in the place of all, which do the same."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def main() -> None:
     programs = sim.Programs()
     imported = _peak_mib()
     begun = time.process_time()
-    sim.run(ranks, lambda rank: job.steps(SPEC, rank, lambda step: None), programs=programs)
+    role_of = (lambda rank: 0) if sys.argv[2:] == ["role"] else None
+    sim.run(ranks, lambda rank: job.steps(SPEC, rank, lambda step: None), programs=programs, role_of=role_of)
     ran = time.process_time()
-    timeline = simulate_events(programs.programs(), cost_on(read_hardware("h100")))
+    timeline = simulate_events(programs.programs(), cost_on(read_hardware("h100")), ranks=programs.ranks)
     figures = {
         "ranks": ranks, "run_s": ran - begun, "events_s": time.process_time() - ran,
         "items": sum(map(len, programs.programs())), "makespan_ms": 1e3 * timeline.makespan_s,

@@ -26,7 +26,8 @@ AIO = {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap
 PAGE = Path(__file__).with_name("OFFLOAD.md")
 RAW = ROOT / "build" / "benchmarks" / "offload.json"
 
-# (library, optimizer states, parameters, when the update runs)
+CLIP_NORM = 1.0
+# (library, optimizer states, parameters, when the update runs; "clipped": in the step, after clipping by the norm)
 CONTENDERS: dict[str, tuple[str, str, str, str]] = {
     "zoo-memory": ("zoo", "none", "none", "step"),
     "zoo-cpu": ("zoo", "cpu", "cpu", "step"),
@@ -35,13 +36,15 @@ CONTENDERS: dict[str, tuple[str, str, str, str]] = {
     "zoo-nvme": ("zoo", "nvme", "none", "step"),
     "zoo-nvme-early": ("zoo", "nvme", "none", "backward"),
     "ds-nvme": ("deepspeed", "nvme", "none", "step"),
+    "zoo-nvme-clip": ("zoo", "nvme", "none", "clipped"),
+    "ds-nvme-clip": ("deepspeed", "nvme", "none", "clipped"),
     "zoo-nvme-all": ("zoo", "nvme", "nvme", "step"),
     "zoo-nvme-all-early": ("zoo", "nvme", "nvme", "backward"),
     "ds-nvme-all": ("deepspeed", "nvme", "nvme", "step"),
 }
 PEERS = {
-    "zoo-cpu": "ds-cpu-all", "zoo-nvme": "ds-nvme", "zoo-nvme-early": "ds-nvme", "zoo-nvme-all": "ds-nvme-all",
-    "zoo-nvme-all-early": "ds-nvme-all",
+    "zoo-cpu": "ds-cpu-all", "zoo-nvme": "ds-nvme", "zoo-nvme-early": "ds-nvme", "zoo-nvme-clip": "ds-nvme-clip",
+    "zoo-nvme-all": "ds-nvme-all", "zoo-nvme-all-early": "ds-nvme-all",
 }  # fmt: skip
 
 
@@ -51,7 +54,7 @@ def offload_section(device: str, folder: str, **more: Any) -> dict[str, Any]:
 
 
 def build_zoo(
-    workload: Workload, states: str, parameters: str, folder: str, *, early: bool
+    workload: Workload, states: str, parameters: str, folder: str, when: str
 ) -> tuple[Callable[[Any], Any], Any, Any]:
     from zoo.optim import AdamW
     from zoo.zero import Stage3Optimizer
@@ -59,7 +62,8 @@ def build_zoo(
     model = workload.model()
     optimizer = Stage3Optimizer(
         model, optimizer=AdamW, lr=LR, offload_optimizer=offload_section(states, folder),
-        offload_param=offload_section(parameters, folder, max_in_cpu=0), update_in_backward=early,
+        offload_param=offload_section(parameters, folder, max_in_cpu=0),
+        update_in_backward=when == "backward", clip_norm=CLIP_NORM if when == "clipped" else 0.0,
     )  # fmt: skip
 
     updates: list[dict[str, float]] = []
@@ -77,7 +81,7 @@ def build_zoo(
     return step, optimizer, updates
 
 
-def build_deepspeed(workload: Workload, states: str, parameters: str, folder: str) -> Callable[[Any], Any]:
+def build_deepspeed(workload: Workload, states: str, parameters: str, folder: str, when: str) -> Callable[[Any], Any]:
     from benchmarks.zero.contenders import engine_step, import_deepspeed
 
     deepspeed = import_deepspeed()
@@ -88,8 +92,8 @@ def build_deepspeed(workload: Workload, states: str, parameters: str, folder: st
     if parameters != "none":
         zero["offload_param"] = offload_section(parameters, folder, buffer_count=100, buffer_size=largest, max_in_cpu=0)
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": zero,
-        "steps_per_print": 10**9, "bf16": {"enabled": True}, "aio": AIO,
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "steps_per_print": 10**9,
+        "gradient_clipping": CLIP_NORM if when == "clipped" else 0.0, "bf16": {"enabled": True}, "aio": AIO,
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},
     }  # fmt: skip
     model = workload.model()
@@ -129,9 +133,9 @@ def measure_offload(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=spec["folder"]) as folder:
         optimizer, updates = None, []
         if library == "zoo":
-            step, optimizer, updates = build_zoo(workload, states, parameters, folder, early=when == "backward")
+            step, optimizer, updates = build_zoo(workload, states, parameters, folder, when)
         else:
-            step = build_deepspeed(workload, states, parameters, folder)
+            step = build_deepspeed(workload, states, parameters, folder, when)
         losses, wall, cpu = [], [], []
         for number in range(workload.num_warmup + workload.num_steps):
             before = optimizer.nvme_traffic() if optimizer is not None else (0, 0)
@@ -183,14 +187,22 @@ def device_s(rate: dict[str, float], read: float, written: float) -> float:
     return 2 * together / rate["both"] + alone
 
 
-def over_floor(figures: dict[str, Any], memory: dict[str, Any], *, whole: bool) -> float:
-    """The step, or its update alone, over max(compute, bytes ÷ bandwidth); compute is that of the run in memory."""
-    if whole:
+def over_floor(figures: dict[str, Any], memory: dict[str, Any], what: str) -> float:
+    """Over max(compute, bytes ÷ bandwidth), where compute is that of the run in memory.
+
+    Args:
+        what: "step", "update" (what is inside of ``step()``), or "in order": the step over the backward and, after it,
+            the update's limit, which is the limit of a step that has to know the norm of all gradients first.
+    """
+    step, inside = statistics.median(memory["wall_s"]), update_s(memory)
+    if what == "step":
         floor = device_s(figures["rates"], figures["read_bytes"], figures["written_bytes"])
-        return statistics.median(figures["wall_s"]) / max(statistics.median(memory["wall_s"]), floor)
+        return statistics.median(figures["wall_s"]) / max(step, floor)
     update = figures["updates"][-1]
-    floor = device_s(figures["rates"], update["read"], update["written"])
-    return update_s(figures) / max(update_s(memory), floor)
+    limit = max(inside, device_s(figures["rates"], update["read"], update["written"]))
+    if what == "update":
+        return update_s(figures) / limit
+    return statistics.median(figures["wall_s"]) / (step - inside + limit)
 
 
 def report(raw: dict[str, Any]) -> str:
@@ -198,8 +210,10 @@ def report(raw: dict[str, Any]) -> str:
     rounds = raw["rounds"]
     for name, (_, states, parameters, when) in CONTENDERS.items():
         have = [r for r in rounds if name in r]
+        if not have and name not in raw["failures"]:
+            continue
         if not have:
-            rows.append([name, states, parameters, when, "failed", "", "", "", "", ""])
+            rows.append([name, states, parameters, when, "failed", "", "", "", "", "", ""])
             continue
         seconds = [statistics.median(r[name]["wall_s"]) for r in have]
         cpu = [statistics.median(r[name]["cpu_s"]) for r in have]
@@ -207,16 +221,19 @@ def report(raw: dict[str, Any]) -> str:
         both = [r for r in have if peer in r] if peer else []
         ratio = [statistics.median(r[name]["wall_s"]) / statistics.median(r[peer]["wall_s"]) for r in both]
         judged = [(r[name], r["zoo-memory"]) for r in have if "rates" in r[name] and "zoo-memory" in r]
-        step = [over_floor(figures, memory, whole=True) for figures, memory in judged]
-        update = [over_floor(figures, memory, whole=False) for figures, memory in judged] if when == "step" else []
+        step = [over_floor(*pair, "step") for pair in judged]
+        update, ordered = (
+            [over_floor(*pair, what) for pair in judged if when != "backward"] for what in ("update", "in order")
+        )
         moved = [(r[name].get("read_bytes", 0) + r[name].get("written_bytes", 0)) / 1e6 for r in have]
         rows.append([
             name, states, parameters, when, Spread(tuple(seconds)).text(), Spread(tuple(cpu)).text(),
-            *(Spread(tuple(values)).text() if values else "" for values in (ratio, step, update)),
+            *(Spread(tuple(values)).text() if values else "" for values in (ratio, step, update, ordered)),
             f"{moved[0]:.0f}" if moved[0] else "",
         ])  # fmt: skip
     header = ["contender", "states", "parameters", "update in", "step, s", "CPU, s", "of DeepSpeed's step",
-              "step of max(compute, bytes ÷ rate)", "update of the same", "MB moved a step"]  # fmt: skip
+              "step of max(compute, bytes ÷ rate)", "update of the same",
+              "step of backward and the update's limit", "MB moved a step"]  # fmt: skip
     return table(header, rows)
 
 

@@ -181,6 +181,8 @@ class Record:
             self.logits = model(input_ids=Text(2, seed=1).tokens).logits.flatten().tolist()
 
     def write(self, path: Path | None) -> None:
-        if dist.get_rank() == 0 and path is not None:
+        if dist.get_rank() == 0 and path is None and self.losses:
+            print(f"{len(self.losses)} steps: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}")
+        elif dist.get_rank() == 0 and path is not None:
             found = {"losses": self.losses, "grad_norms": self.grad_norms, "logits": self.logits}
             path.write_text(json.dumps(found, indent=1))

@@ -1,7 +1,7 @@
 """A Hugging Face model of your own under ZeRO stage 3.
 
 zoo launch --ranks 2 examples/huggingface/train.py                      a small Llama with new weights
-zoo launch --ranks 2 examples/huggingface/train.py --model FOLDER       the model of a folder, or of a name on the Hub
+zoo launch --ranks 4 examples/huggingface/train.py --model FOLDER --text FILE    a model of your own, on four GPUs
 zoo launch --ranks 1 examples/huggingface/train.py --resume --steps 20  go on, here on one rank
 """
 
@@ -11,9 +11,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from zoo.comm import init_distributed
+from zoo.comm import init_distributed, local_device
 from zoo.engine import initialize
 
 SMALL = LlamaConfig(
@@ -23,11 +23,14 @@ SMALL = LlamaConfig(
 
 
 class Text(torch.utils.data.Dataset):
-    """A file as sequences of bytes. Put your own tokens here."""
+    """A file as sequences of tokens: those of the model's tokenizer; bytes for the small model, which has none."""
 
-    def __init__(self, path: Path, length: int = 64) -> None:
-        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
-        self.rows = data[: len(data) // length * length].view(-1, length)
+    def __init__(self, path: Path, model: str | None, length: int) -> None:
+        if model is None:
+            tokens = list(path.read_bytes())
+        else:
+            tokens = AutoTokenizer.from_pretrained(model)(path.read_text(encoding="utf-8"))["input_ids"]
+        self.rows = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -38,7 +41,8 @@ class Text(torch.utils.data.Dataset):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", help="what from_pretrained takes: a folder, or a name on the Hub")
+    parser.add_argument("--model", help="what from_pretrained takes: a folder with its tokenizer, or a name on the Hub")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
     parser.add_argument("--text", type=Path, default=Path(__file__))
     parser.add_argument("--config", default=str(Path(__file__).with_name("config.json")))
     parser.add_argument("--out", default="runs/huggingface")
@@ -49,8 +53,8 @@ def main() -> None:
     init_distributed()
     torch.manual_seed(0)
     make = AutoModelForCausalLM.from_pretrained if args.model else AutoModelForCausalLM.from_config
-    model = make(args.model or SMALL)
-    engine, _, loader, _ = initialize(args.config, model, training_data=Text(args.text))
+    model = make(args.model or SMALL).to(local_device())
+    engine, _, loader, _ = initialize(args.config, model, training_data=Text(args.text, args.model, args.length))
     if args.resume:
         engine.load_checkpoint(args.out)
     while engine.global_steps < args.steps:

@@ -72,15 +72,21 @@ def twice() -> None:
             dist = clone / "dist"
             kept.append({str(path.relative_to(dist)): digest(path) for path in released(dist)})
             say(f"build {number + 1} of 2: {len(kept[-1])} files in {time.monotonic() - began:.0f} s")
-            shutil.rmtree(wheels.DIST if number else Path(name) / "first", ignore_errors=True)
-            shutil.copytree(dist, wheels.DIST if number else Path(name) / "first")
+            keep(dist, wheels.DIST if number else Path(name) / "first")
         different = sorted(path for path in kept[0].keys() | kept[1].keys() if kept[0].get(path) != kept[1].get(path))
         if different:
             aside = ROOT / "build/first"
-            shutil.rmtree(aside, ignore_errors=True)
-            shutil.copytree(Path(name) / "first", aside)
+            keep(Path(name) / "first", aside)
             stop(f"two builds differ in {', '.join(different)}; the first is in {aside}, the second in {wheels.DIST}.")
     say(f"two builds are equal, byte for byte: {len(kept[0])} files")
+
+
+def keep(made: Path, place: Path) -> None:
+    """A copy in the place of what was there, which everybody may read, whatever the umask of the build was."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(made, place)
+    for path in (place, *place.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def installed() -> dict[str, str]:

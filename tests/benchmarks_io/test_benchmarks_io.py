@@ -91,6 +91,7 @@ def test_verdicts() -> None:
     assert figures.Target("cpu", None, 0.05).verdict == "not measured"
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("num_bytes", [MIB, files.WINDOW + 3 * MIB])
 def test_contents_are_known_again_and_nothing_else_passes(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "data"

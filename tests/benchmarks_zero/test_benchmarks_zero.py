@@ -21,6 +21,7 @@ from torch import nn
 FIGURES = {"wall_s": 1.0, "cpu_s": 0.5, "losses": [2.0, 1.0], "inter_bytes": 3000}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name", ["stage 3", "stage 3, hpZ", "stage 3, MiCS 4", "the same, `mics_hierarchical_params_gather`"]
 )

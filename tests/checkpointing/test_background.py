@@ -186,6 +186,7 @@ atexit.register(lambda: saver.save(sys.argv[1], "two", [piece]))
 """
 
 
+@pytest.mark.dear
 def test_a_save_when_the_interpreter_ends_is_written(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path)], check=True, timeout=120)
     assert {load(tmp_path, tag).tag for tag in ("one", "two")} == {"one", "two"}

@@ -422,6 +422,7 @@ def test_several_streams_read_each_byte_once(tmp_path: Path) -> None:
     assert disk.read[name] <= size + 2 * AHEAD * CHUNK_BYTES  # read ahead of the ends of two streams
 
 
+@pytest.mark.dear
 def test_reading_in_any_order_gives_what_was_written(tmp_path: Path) -> None:
     """Jumps between many places of a large file, of which each begins to read ahead."""
     numel, num = 300_007, 120

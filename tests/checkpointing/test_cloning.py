@@ -77,6 +77,7 @@ def check(copy: Any, item: Any) -> None:
         assert copy is item
 
 
+@pytest.mark.dear
 @given(st.recursive(st.one_of(tensors(), st.integers(), st.none(), st.text(max_size=2)), containers, max_leaves=8))
 def test_a_copy_is_the_same_and_no_larger(item: Any) -> None:
     check(clone_tensors_for_torch_save(item), item)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.checkpointing.model_disk import ENTRIES, ModelDisk
@@ -102,6 +103,7 @@ JOBS: dict[str, list[Callable[[TakingTurns], object]]] = {
 }
 
 
+@pytest.mark.dear
 @given(kind=st.sampled_from(sorted(JOBS)), order=st.lists(st.integers(0, 2), min_size=20, max_size=90))
 @example(kind="one tag", order=[0, 1] * 40)
 @example(kind="pruned", order=[1] * 9 + [0] * 40)

@@ -214,6 +214,7 @@ def test_a_model_that_is_split_over_ranks_is_refused(tmp_path: Path) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("reader", ["zoo", "alone"])
 def test_one_file_and_shards_with_an_index(tmp_path: Path, safe: bool, reader: str) -> None:

@@ -46,6 +46,7 @@ def constants_of(folder: Path) -> dict[str, int]:
     return {path.name.split(".")[2]: path.stat().st_ino for path in folder.glob("*.constant.*")}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_file_that_has_not_changed_gets_a_second_name(tmp_path: Path, size: int) -> None:
     def job(rank: int) -> None:
@@ -109,6 +110,7 @@ def test_whatever_happens_in_between_each_checkpoint_has_its_own_values(
         saver.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("entries", ENTRIES)
 def test_after_a_crash_at_any_call_the_last_checkpoint_is_whole(entries: str) -> None:
     count = 0
@@ -155,6 +157,7 @@ class Adapted(nn.Module):
         return self.head(torch.tanh(self.base(x))).square().mean()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_frozen_parameters_of_an_engine_are_written_once(tmp_path: Path, stage: int, asynchronous: bool) -> None:

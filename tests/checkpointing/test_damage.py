@@ -171,6 +171,7 @@ WAYS: list[Callable[[Path, Any], None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.dear
 @examples(times=8)
 @given(data=st.data())
 def test_any_damage_to_any_file_is_named_or_changes_nothing(made: Path, data: st.DataObject) -> None:
@@ -237,6 +238,7 @@ def check_numbers(found: Checkpoint) -> None:
     assert (found.scalars, found.meta) == ({"step": 1000}, {"rate": 0.125})
 
 
+@pytest.mark.dear
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     """A digit of a number is another digit after one bit: the number would be read as if it had been saved."""
     save(tmp_path, "one", [], {"step": 1000}, {"rate": 0.125})

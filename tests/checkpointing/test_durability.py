@@ -66,6 +66,7 @@ def crash(disk: ModelDisk, at: int, job: Callable[[], Any]) -> bool:
     return False
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("second", ["two", "one"])
 @pytest.mark.parametrize("entries", ENTRIES)

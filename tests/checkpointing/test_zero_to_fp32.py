@@ -50,6 +50,7 @@ def test_the_script_is_put_beside_checkpoints_and_other_files_stay(tmp_path: Pat
     assert path.is_symlink()
 
 
+@pytest.mark.dear
 @pytest.mark.long
 def test_the_script_needs_torch_and_numpy_alone(tmp_path: Path) -> None:
     values = model_values()

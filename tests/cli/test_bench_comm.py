@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
@@ -267,11 +268,13 @@ def test_the_command_prints_and_writes(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert Measured.from_dict(json.loads(path.read_text())) == measured(point("send", 64, 64, 1e-5))
 
 
-def test_what_the_command_refuses(tmp_path: Path) -> None:
+def test_what_the_command_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for wrong, words in (
         (["--device", "tpu"], "device = 'tpu'; allowed are auto, cpu, cuda."),
         (["--op", "scan"], "operation = 'scan'"),
         (["--min-size", "1X"], "'1X' is no size"),
+        (["--device", "cuda"], "device = 'cuda', and torch sees no GPU here; give --device cpu"),
         (["--ranks", "1"], "ranks = 1; allowed are 2 to 64"),
         (["--json", str(tmp_path / "no" / "x.json")], "No such file or directory; give a file in a folder"),
     ):

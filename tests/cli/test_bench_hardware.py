@@ -165,7 +165,7 @@ def test_one_gpu_has_copies_and_its_link_is_as_those_to_the_host(
     found = fill(Wanted(name="gpu", seconds=0.1))
     assert Hardware.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert (found.device.name, found.device.units, found.ranks_per_node) == ("A GPU", 100, 1)
-    assert set(found.channels) == {"to_device", "to_host"}
+    assert set(found.channels) == {"to_device", "to_host", "host_memory"}
     assert (found.inside.latency_s, found.inside.bytes_per_s) == (1e-5, 2e10)
     assert "inside: not measured, there is one device; as to_host" in found.sources
 
@@ -244,3 +244,10 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert found.device.launch_s < 1e-3
     assert found.inside.bytes_per_s > 1e6
     assert [entry.name for entry in tmp_path.iterdir()] == ["here.json"]
+
+
+def test_a_ranks_share_of_the_processors_copies_in_host_memory() -> None:
+    threads = torch.get_num_threads()
+    found = filling.host_memory(2, 0.05)
+    assert 1e7 < found.bytes_per_s < 1e13
+    assert torch.get_num_threads() == threads

@@ -106,6 +106,7 @@ def test_verify_reads_every_byte_of_one_or_all(tmp_path: Path) -> None:
     assert "does not exist" in sentence(ckpt("verify", tmp_path / "no" / "where"), 2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("content", ["gone", "../x", ""])
 def test_verify_tells_that_latest_names_nothing(tmp_path: Path, content: str) -> None:
     write(tmp_path, 1, "one")
@@ -161,6 +162,7 @@ def test_diff_says_what_differs_and_how_much(tmp_path: Path) -> None:
     assert "another CRC-32C" in sentence(ckpt("diff", tmp_path / "a", tmp_path / "b"), 2)
 
 
+@pytest.mark.dear
 def test_export_writes_what_others_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
     values: Values = {("w", role): torch.randn(5, 3) for role in ("parameter", "exp_avg")}
@@ -278,6 +280,7 @@ def test_whatever_a_directory_holds_is_one_sentence(tmp_path: Path, kind: str) -
     assert "Traceback" not in listed.output
 
 
+@pytest.mark.dear
 def test_a_latest_that_is_none_does_not_hide_what_is_there(tmp_path: Path) -> None:
     write(tmp_path, 2)
     for content in ("../../etc\n", "x" * 5000, "gone\n"):

@@ -54,6 +54,7 @@ def zoo(*args: object) -> Result:
     return CliRunner().invoke(app, [str(a) for a in args])
 
 
+@pytest.mark.dear
 def test_activations_are_checkpointed_with_the_same_losses(config: Path, tmp_path: Path) -> None:
     logs = []
     for number, more in enumerate(((), ("--checkpoint-activations",))):
@@ -100,6 +101,7 @@ def test_it_trains_validates_compares_and_saves(config: Path) -> None:
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.dear
 def test_resuming_continues_to_the_last_bit(config: Path) -> None:
     assert zoo("train", config).exit_code == 0
     log = config.parent / "out" / "log.jsonl"
@@ -134,6 +136,7 @@ def test_options_change_the_configuration(config: Path) -> None:
     assert used["scheduler"]["params"]["total_num_steps"] == 2
 
 
+@pytest.mark.dear
 def test_an_example_that_comes_with_zoo_goes_by_its_name_unless_a_file_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +256,7 @@ def test_explain_without_a_train_section(tmp_path: Path) -> None:
     assert "train_batch_size = 8" in result.output
 
 
+@pytest.mark.dear
 def test_schema_is_json() -> None:
     result = zoo("config", "schema")
     assert "train_batch_size" in json.loads(result.output)["properties"]
@@ -309,6 +313,7 @@ def _two_ranks(config: Path, plugin: Path, *args: str) -> tuple[list[int], list[
     return [rank.returncode for rank in done], [rank.stderr for rank in done], time.monotonic() - began
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
@@ -345,7 +350,9 @@ def test_build_prints_the_library_that_the_cache_has(monkeypatch: pytest.MonkeyP
     assert zoo("build", "--cuda-arch", "nonsense").exit_code == 2
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP]
+)
 def test_a_disk_that_takes_no_more_is_one_sentence(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended, failure.one_sentence(shared=True):
         raise OSError(number, os.strerror(number), "runs/log.jsonl")

@@ -41,10 +41,32 @@ class Reads(nn.Module):
         return made if float(made.detach().sum()) > 0 else -made
 
 
+class Names(nn.Module):
+    """It takes a tensor by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Number(nn.Linear):
+    """It returns no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: torch.Tensor) -> float:  # type: ignore[override]
+        return 1.0
+
+
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["compile", "report", *arguments])
 
 
+@pytest.mark.dear
 def test_a_function_that_makes_a_model(tmp_path: Path) -> None:
     picture = tmp_path / "memory.svg"
     found = run(f"{HERE}:small", "--shape", "500,8", "--out", str(picture), "--ranks", "4")
@@ -73,6 +95,7 @@ def test_an_example_has_the_budgets_of_its_configuration() -> None:
     assert sizes[0] > sizes[1]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -80,9 +103,17 @@ def test_an_example_has_the_budgets_of_its_configuration() -> None:
         (["nowhere"], "nowhere"),
         ([f"{HERE}:small", "--shape", "5,8", "--hardware", "none"], "no hardware is named 'none'"),
         ([f"{HERE}:Reads", "--shape", "5,8"], "no graph ran: the reason is above"),
+        ([f"{HERE}:small", "--shape", "5,7"], "cannot be called with a tensor of 5,7: RuntimeError: "),
+        ([f"{HERE}:Names", "--shape", "5,8"], "cannot be called with a tensor of 5,8: TypeError: "),
+        ([f"{HERE}:Number", "--shape", "5,8"], "returns a float, without a tensor that has a gradient"),
+        (["byte_lm", "--shape", "5,8"], "--shape is for MODULE:FUNCTION"),
+        (["byte_lm", "--stage", "1"], "--stage is for MODULE:FUNCTION"),
+        ([f"{HERE}:small", "--shape", "5,8", "--set", "seed=1"], "--set is for a configuration"),
     ],
 )
 def test_what_the_user_can_do_is_said(arguments: list[str], says: str) -> None:
     found = run(*arguments)
-    assert found.exit_code == 2
+    assert found.exit_code == 2, found.output
     assert says in found.output
+    assert "Traceback" not in found.output
+    assert found.stderr.splitlines()[-1].startswith("zoo: ")

@@ -28,6 +28,14 @@ def nothing() -> int:
     return 3
 
 
+def broken() -> nn.Module:
+    raise RuntimeError("no weights here")
+
+
+def asks(size: int) -> nn.Module:
+    return nn.Linear(size, size)
+
+
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["profile", *arguments])
 
@@ -68,6 +76,7 @@ def test_models_of_transformers_need_no_memory(kind: str, tmp_path: Path) -> Non
         assert document["model"]["parameters"]["numel"] == 4 * (per_layer + 2 * 8192) + 2 * 8192 * 1000 + 8192
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -75,8 +84,11 @@ def test_models_of_transformers_need_no_memory(kind: str, tmp_path: Path) -> Non
         (["nowhere_at_all:small"], "there is no module 'nowhere_at_all'"),
         ([f"{HERE}:large"], "has no 'large'"),
         ([f"{HERE}:nothing", "--shape", "3"], "returned a int"),
+        ([f"{HERE}:broken"], f"{HERE}:broken raised RuntimeError: no weights here"),
+        ([f"{HERE}:asks"], f"{HERE}:asks raised TypeError: asks() missing 1 required positional argument: 'size'"),
         ([f"{HERE}:small"], "give --shape, or return (model, args, kwargs)"),
         ([f"{HERE}:small", "--shape", "5x8"], "it is sizes with commas between them"),
+        ([f"{HERE}:small", "--shape", "5,7"], "the model cannot be called with a tensor of 5,7: RuntimeError: "),
     ],
 )
 def test_what_cannot_be_is_one_sentence(arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +97,11 @@ def test_what_cannot_be_is_one_sentence(arguments: list[str], says: str, monkeyp
     assert found.exit_code == 2, found.output
     assert says in found.stderr
     assert found.stderr.startswith("zoo: ")
+
+
+@pytest.mark.parametrize("option", ["--flame", "--json"])
+def test_a_file_that_cannot_be_written_is_said_before_anything_runs(option: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = run(f"{HERE}:broken", option, str(tmp_path / "file" / "x"))
+    assert found.exit_code == 2
+    assert "x cannot be written: Not a directory" in found.stderr

@@ -131,6 +131,7 @@ def many(rank: int, world: int) -> bool:
     return True
 
 
+@pytest.mark.dear
 def test_a_rank_that_reads_slowly_is_waited_for() -> None:
     """No rank has more than 700 in flight, but those of two rounds are more than can be told apart."""
     assert run_ranks(2, many, 2) == {0: True, 1: True}

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.processes import run_ranks
 from tests.profiles import examples
 
-from zoo.comm import Communicator, init_distributed, launch
+from zoo.comm import Communicator, init_distributed, launch, local_device
 from zoo.comm.launch import Place, discover, first_node
 from zoo.engine import add_config_arguments
 
@@ -38,6 +39,55 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
+def test_a_process_computes_on_the_gpu_that_was_chosen_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert local_device() == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert local_device() == torch.device("cpu")
+
+
+SEES = {  # GPUs, variables, backend → the GPU that is chosen
+    "gloo": (4, {"LOCAL_RANK": "3"}, "gloo", 3),
+    "both": (4, {"LOCAL_RANK": "3"}, "cpu:gloo,cuda:nccl", 3),
+    "default": (4, {"LOCAL_RANK": "3"}, None, 3),
+    "its own alone": (1, {"LOCAL_RANK": "3"}, None, 0),
+    "untold": (2, {}, None, 1),
+    "shared": (2, {"LOCAL_RANK": "3"}, "gloo", 1),
+}
+
+
+@pytest.mark.parametrize("case", SEES)
+def test_each_process_of_a_host_has_its_gpu(
+    case: str, joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, variables, backend, expected = SEES[case]
+    chosen: list[int] = []
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    init_distributed(backend)
+    assert chosen == [expected]
+    assert joined[0]["backend"] == (backend or "nccl")
+
+
+def test_more_ranks_than_gpus_and_local_ranks_that_are_no_numbers_are_told(
+    joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"rank 3 of its host \(torchrun\) and sees 2 GPUs; .* Start at most 2 on"):
+        init_distributed()
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    with pytest.raises(ValueError, match="the environment has LOCAL_RANK='x'"):
+        init_distributed(rank=0, world_size=2, init_method="tcp://h:1")
+    assert not joined
+
+
 def test_each_launchers_variables() -> None:
     assert discover({}) is None
     assert discover({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None  # a shell of a job, not a step of it
@@ -54,7 +104,7 @@ def test_each_launchers_variables() -> None:
     mpich = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
     assert discover(mpich) == Place(1, 4, 0, 1, "MPICH", None)
     mvapich = {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}
-    assert discover(mvapich) == Place(0, 2, 0, None, "MVAPICH2", None)
+    assert discover(mvapich) == Place(0, 2, None, None, "MVAPICH2", None)
     with pytest.raises(ValueError, match="the environment has WORLD_SIZE='many'; a launcher sets a number there"):
         discover({"RANK": "0", "WORLD_SIZE": "many"})
 

@@ -152,6 +152,7 @@ def test_without_shared_memory_there_is_no_room() -> None:
     assert Communicator().room(64) is None
 
 
+@pytest.mark.dear
 def test_more_in_flight_than_can_be_told_apart_is_refused() -> None:
     def fn(rank: int) -> None:
         transport = make_shared(PairwiseTransport(None))

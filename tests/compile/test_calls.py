@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import sim
 from zoo.compile import compile_whole, register_compile_pass
 from zoo.compile.capture import NotWholeError
-from zoo.zero import ZeroOptimizer, register_external_parameter, unregister_external_parameter
+from zoo.zero import Precision, ZeroOptimizer, register_external_parameter, unregister_external_parameter
 
 WIDTH = 4
 
@@ -117,6 +117,7 @@ SCRIPTS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
 """What is done, and why that is no graph."""
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("what", SCRIPTS)
 def test_a_script_computes_what_it_does_uncompiled(what: str, stage: int) -> None:
@@ -158,6 +159,7 @@ def test_a_copy_of_a_model_is_an_ordinary_one(copied: Callable[[Any], Any]) -> N
     step_of(model, optimizer, 0)
 
 
+@pytest.mark.dear
 def test_what_no_graph_can_do_is_said() -> None:
     model = Two()
     optimizer, whole = made(model, True, ignore_unused_parameters=False)
@@ -242,12 +244,24 @@ class Reads(nn.Module):
         return out
 
 
+class Looks(Two):
+    """The gradient of a table is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, WIDTH, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x + self.table((x[:, 0] > 0).long()))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "keeps": (Keeps, {}), "passes": (Passes, {}), "all lengths": (Two, {"dynamic": True}), "outside": (Outside, {}),
-    "again, all lengths": (Again, {"dynamic": True}),
+    "again, all lengths": (Again, {"dynamic": True}), "sparse gradients": (Looks, {}),
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("what", MODELS)
 def test_a_graph_begins_what_the_hooks_begin(what: str, stage: int) -> None:
@@ -274,6 +288,29 @@ def test_a_graph_begins_what_the_hooks_begin(what: str, stage: int) -> None:
     assert not whole.reasons
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_gets_inputs_as_they_are_at_its_place(late: bool) -> None:
+    """Inputs are cast by a hook, too: after those that were there before."""
+
+    def fn(compiles: bool) -> tuple[list[torch.Tensor], Any]:
+        model = Two()
+        if not late:
+            model.register_forward_pre_hook(lambda module, args: (args[0] * 3.1 + 1e-3,))
+        optimizer, whole = made(model, compiles, precision=Precision(param=torch.bfloat16))
+        if late:
+            model.register_forward_pre_hook(lambda module, args: (args[0] * 3.1 + 1e-3,))
+        losses = [step_of(model, optimizer, step) for step in range(2)]
+        with torch.no_grad():
+            losses += model(batch(3))
+        return losses, whole
+
+    (found, whole), (right, _) = fn(True), fn(False)
+    assert all(map(torch.equal, found, right))
+    assert len(whole.reasons) == (0 if late else 2)
+    assert all("gets its inputs before they are cast" in why for why in whole.reasons.values())
+
+
+@pytest.mark.dear
 def test_parameters_that_a_layer_reads_no_more_are_found_out() -> None:
     def fn(rank: int, compiles: bool) -> tuple[list[torch.Tensor], Any]:
         model = Outside()
@@ -342,6 +379,18 @@ def test_why_it_is_no_graph_says_where() -> None:
             model(100 * batch())
 
 
+@pytest.mark.parametrize(("trains", "gradients"), [(True, True), (True, False), (False, True), (False, False)])
+def test_which_calls_are_no_graphs_is_said(trains: bool, gradients: bool, caplog: pytest.LogCaptureFixture) -> None:
+    said = f"in {'training' if trains else 'evaluation'} with{'' if gradients else 'out'} gradients"
+    model = Counts()
+    _, whole = made(model, True)
+    model.train(trains)
+    with caplog.at_level("WARNING", "zoo.compile"), torch.set_grad_enabled(gradients):
+        model(batch())
+    assert f"Counts is no whole graph {said}, and runs as if" in caplog.text
+    assert whole.report().startswith(f"no graph {said}: ")
+
+
 @pytest.mark.parametrize("broken", [lambda graph, plan: None, lambda graph, plan: graph["nothing"]])
 def test_a_pass_that_fails_is_named(broken: Any) -> None:
     register_compile_pass("broken_in_tests", broken)
@@ -368,6 +417,7 @@ def test_passes_that_come_later_are_tried_whatever_failed_before_them() -> None:
     assert whole.plans
 
 
+@pytest.mark.dear
 def test_units_that_are_compiled_later_come_in_the_place_of_the_graph() -> None:
     model, plain = nn.Sequential(Two(), nn.Identity()), nn.Sequential(Two(), nn.Identity())
     (optimizer, whole), (other, _) = made(model, True), made(plain, False)

@@ -85,6 +85,10 @@ def test_a_schedule_has_passes_by_name_or_function() -> None:
         register_compile_pass("other", _other, {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="give a set of names"):
         PassContract(requires="events")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"PassContract\(adds=\{5\}\): give a set of names"):
+        PassContract(adds={5})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the name of a pass is an identifier, not 5"):
+        register_compile_pass(5, _nothing)  # type: ignore[arg-type]
     assert PassContract(requires=["events"]).requires == {"events"}  # type: ignore[arg-type]
 
 
@@ -231,6 +235,7 @@ FORWARD = (_leaves_early, _swaps, _reads_late, _enters_twice, _writes_to_nothing
 BACKWARD = (_forgets, _late, _unordered, _loses, _counts_twice, _for_another, _early, _returns, _returns_less)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("breaks", "backward"), [(b, False) for b in FORWARD] + [(b, True) for b in BACKWARD])
 def test_the_checker_finds_what_a_pass_has_broken(
     breaks: Any, backward: bool, graphs: dict[bool, tuple[Any, Any]]
@@ -243,6 +248,7 @@ def test_the_checker_finds_what_a_pass_has_broken(
         check(graph, plan)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("breaks", [_loses, _counts_twice, _forgets])
 def test_a_graph_that_a_pass_has_broken_is_not_used(breaks: Any, stage: int) -> None:
@@ -274,6 +280,7 @@ def test_a_graph_that_a_pass_has_broken_is_not_used(breaks: Any, stage: int) -> 
     assert "the pass 'broken_in_tests' has broken the graph: " in whole.reasons[True, True]
 
 
+@pytest.mark.dear
 def test_a_report_says_which_pass_changes_bits() -> None:
     register_compile_pass("rounds_in_tests", _nothing, PassContract(preserves=frozenset({"starts", "whole_bytes"})))
     torch._dynamo.reset()

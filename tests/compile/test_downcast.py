@@ -104,6 +104,7 @@ def test_the_bits_are_the_same_and_the_bytes_those_in_use(compiles: bool) -> Non
     assert fused_bytes == gathers * sum(size * (2 if name in CAST else 4) for name, size in sizes.items())
 
 
+@pytest.mark.dear
 def test_what_a_graph_shows_of_each_bucket_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def told(gather: dict[str, torch.dtype]) -> list[str]:
         def fn(rank: int) -> list[str]:
@@ -133,8 +134,90 @@ def test_what_a_graph_shows_of_each_bucket_is_told(caplog: pytest.LogCaptureFixt
     assert "rounded. Leave it out of Precision(gather=...)" in caplog.text
 
 
+F16, F32, F64 = torch.float16, torch.float32, torch.float64
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("own", "travels", "read", "rounded"),
+    [(F32, BF16, BF16, False), (F32, BF16, F16, True), (F32, F16, BF16, True), (F32, F16, F16, False),
+     (F32, BF16, F64, True), (F64, F32, BF16, False), (F64, F32, F32, False), (F64, BF16, F32, True),
+     (F32, BF16, torch.float8_e5m2, True), (F32, BF16, torch.int32, True), (BF16, None, F32, False)],
+)  # fmt: skip
+def test_a_warning_comes_where_bits_may_be_others(
+    own: torch.dtype, travels: torch.dtype | None, read: torch.dtype, rounded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH, dtype=own), requires_grad=False)
+            self.other = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.weight.to(read).float() * self.other).sum()
+
+    gather = {"weight": travels} if travels is not None else {}
+    optimizer = ZeroOptimizer(
+        Reads(), stage=3, lr=0.1, precision=Precision(gather=gather), param_persistence_threshold=0
+    )
+    whole = compile_whole(optimizer.sharded, "aot_eager", schedule=[(0, ["keep", "place", "downcast"])])
+    optimizer.backward(optimizer.model(torch.ones(WIDTH)))
+    assert len(whole.plans) == 1
+    assert ("rounded. Leave it out" in caplog.text) == rounded
+
+
+class Widens(nn.Module):
+    """It reads weights in other dtypes, of which some are narrower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("wide", "same", "narrow", "whole", "eighth"):
+            setattr(self, name, nn.Parameter(torch.ones(WIDTH, dtype=F16 if name == "same" else F32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        eighth = self.eighth.to(torch.float8_e5m2).float()
+        return self.wide.double() + self.same.bfloat16() + self.narrow.bfloat16() + x + self.whole.int() + eighth
+
+
+def test_what_would_travel_in_no_fewer_bytes_is_left_out() -> None:
+    assert use_dtypes(Widens(), torch.ones(WIDTH)) == {"narrow": BF16}
+
+
+class Remembers(nn.Linear):
+    """It makes tables when it is called first, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.table: Any = None
+        self.tables: dict[int, Any] = {}
+        self.list: list[Any] = []
+        self.calls, self.asks = 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.table is None:
+            self.table = self.tables[0] = torch.arange(WIDTH) + 0 * x
+            self.list += [self.table]
+        if self.asks and self.table.sum().item() < 0:
+            raise ValueError
+        with torch.autocast("cpu", dtype=BF16):
+            return super().forward(x + self.table + self.tables[0] + self.list[0])
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(Remembers())
+    assert use_dtypes(model, torch.ones(WIDTH)) == {"0.weight": BF16, "0.bias": BF16}
+    assert (model[0].calls, model[0].table, model[0].tables, model[0].list) == (0, None, {}, [])
+    assert type(model(torch.ones(WIDTH))) is torch.Tensor
+    model[0].asks, model[0].table = True, None
+    with pytest.raises(ValueError, match=r"use_dtypes\(\) runs the forward of Sequential without values, and it asks"):
+        use_dtypes(model, torch.ones(WIDTH))
+    assert model[0].table is None
+
+
 def test_what_cannot_travel_so_is_said() -> None:
     for gather, says in (
+        ({"head.weight": F64}, "computed with as torch.float32: it would travel in no fewer bytes"),
         ({"nothing": BF16}, "the model has no such parameter"),
         ({"head.weight": torch.int8}, "of a dtype that models compute in"),
     ):

@@ -11,6 +11,7 @@ import torch._dynamo
 from tests.compile.models import Model, Shape, batch
 
 from zoo import sim
+from zoo.config import ConfigError
 from zoo.engine import initialize
 
 
@@ -69,6 +70,7 @@ RUNS = [(what, plain) for what in DOCUMENTS for plain in (False, True) if not (p
 QUICK = ("accumulates", False)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("what", "plain"), [pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow) for case in RUNS]
 )
@@ -87,11 +89,71 @@ def test_what_cannot_be_is_said() -> None:
         engine.compile(schedule=[(0, ["keep"])])
     with pytest.raises(ValueError, match='"inductor" or "aot_eager", not \'eager\''):
         engine.compile("eager", whole=True)
+    for whole in (True, False):
+        with pytest.raises(ValueError, match=r"engine.compile\(\) has nothing, which torch.compile does not take"):
+            engine.compile("aot_eager", whole=whole, nothing=1)
+        with pytest.raises(ValueError, match=r"engine.compile\(\): dynamic= is True or False, and not 'yes'"):
+            engine.compile("aot_eager", whole=whole, dynamic="yes")
+        with pytest.raises(ValueError, match=r"backend=5\): give the name of a backend"):
+            engine.compile(5, whole=whole)
+    with pytest.raises(ValueError, match=r"backend='inducto'\): torch.compile has no such backend; it has .*inductor"):
+        engine.compile("inducto")
+    with pytest.raises(ValueError, match=r"compile.backend = 'inducto': torch.compile has no such backend; it has"):
+        initialize(document(0, compile={"enabled": True, "backend": "inducto"}), Loss(Shape(1)))
     with pytest.raises(ValueError, match="there is no pass 'mine'"):
         engine.compile("aot_eager", whole=True, schedule=[(0, ["keep", "place", "mine"])])
     assert engine.module._compiled_call_impl is None
 
 
+WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
+    "passes of units": ({"passes": ["mine"]}, r"compile.passes is \['mine'\], .* set compile.deepcompile = true"),
+    "schedule of units": ({"schedule": [[0, ["keep"]]]}, r"compile.schedule is .* set compile.deepcompile = true"),
+    "empty schedule": ({"schedule": []}, r"compile.schedule is \[\], .* set compile.deepcompile = true"),
+    "both": (
+        {"deepcompile": True, "passes": ["mine"], "schedule": [[0, ["keep", "place"]]]},
+        "compile.passes and compile.schedule .* name mine in its lists",
+    ),
+    "backend": ({"kwargs": {"backend": "eager"}}, "compile.kwargs has backend; write it as compile.backend"),
+    "unknown": (
+        {"kwargs": {"dynamics": True}}, "compile.kwargs has dynamics, which torch.compile does not take: .*dynamic, ",
+    ),
+    "dynamic": ({"kwargs": {"dynamic": "yes"}}, "compile.kwargs: dynamic= is True or False, and not 'yes'"),
+    "fullgraph": ({"kwargs": {"fullgraph": 1}}, "compile.kwargs: fullgraph= is True or False, and not 1"),
+    "model": ({"kwargs": {"model": None}}, "compile.kwargs has model, which"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("what", WITHOUT_EFFECT)
+def test_what_has_no_effect_in_a_configuration_is_said(what: str, enabled: bool) -> None:
+    section, said = WITHOUT_EFFECT[what]
+    with pytest.raises(ConfigError, match=said):
+        initialize(document(0, compile={"enabled": enabled, **section}), Loss(Shape(1)))
+
+
+@pytest.mark.parametrize("section", [{"passes": None}, {"passes": []}, {"deepcompile": True, "passes": None}])
+def test_null_and_no_passes_are_zoos_own(section: dict[str, Any]) -> None:
+    engine, *_ = initialize(document(0, compile=section), Loss(Shape(1)))
+    engine.compile("aot_eager", whole=True)
+    assert [apply.name for apply in engine.module._compiled_call_impl._passes] == ["downcast", "keep", "place"]
+
+
+@pytest.mark.parametrize("deepcompile", [True, False])
+def test_the_passes_that_deepspeed_names_in_a_configuration(deepcompile: bool) -> None:
+    section = {"deepcompile": deepcompile, "passes": ["z1", "z3"]}
+    with pytest.warns(UserWarning, match="compile.passes names z1, z3: .* at every stage"):
+        engine, *_ = initialize(document(0, compile=section), Loss(Shape(1)))
+    assert engine.config.compile.passes == []
+    config = document(0, compile={"deepcompile": True, "passes": ["z3", "mine"]})
+    with pytest.warns(UserWarning, match="compile.passes names z3: "):
+        engine, *_ = initialize(config, Loss(Shape(1)))
+    assert engine.config.compile.passes == ["mine"]
+    for name, other in (("autosp", "DistributedAttention"), ("autotp", "tensor_parallel")):
+        with pytest.raises(ConfigError, match=f"compile.passes names {name}, .*{other}"):
+            initialize(document(0, compile={"deepcompile": deepcompile, "passes": [name]}), Loss(Shape(1)))
+
+
+@pytest.mark.dear
 def test_deepcompile_of_the_facade() -> None:
     from zoo import deepspeed
 

@@ -105,6 +105,37 @@ def test_casts_of_parameters_are_made_again_in_backward() -> None:
     assert apart(fn(True), fn(False)) < 0.01
 
 
+class Images(torch.nn.Module):
+    """Inductor computes convolutions with channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inner = torch.relu(self.first(x))
+        return inner, self.last(inner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_outputs_have_the_strides_that_they_have_uncompiled(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    x = torch.randn(2, 3, 12, 12)
+    right = [out.stride() for out in Images()(x)]
+    model = Images()
+    optimizer = ZeroOptimizer(model, stage=stage, lr=0.1, optimizer=torch.optim.SGD)
+    whole = compile_whole(optimizer.sharded)
+    outputs = model(x)
+    assert [out.stride() for out in outputs] == right
+    assert not whole.reasons
+    optimizer.backward(outputs[1].view(-1).sum())
+
+
 @pytest.mark.slow
 def test_a_second_start_finds_its_code_and_runs_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

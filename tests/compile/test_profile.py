@@ -55,6 +55,7 @@ def step(schedule: Any = ((0, ("keep", "place")),), **options: Any) -> tuple[Any
     return whole, recorded
 
 
+@pytest.mark.dear
 def test_operations_and_memory_are_counted_to_the_integer() -> None:
     _, found = step()
     forward = [mark.of for mark in found.marks if not mark.backward]
@@ -69,6 +70,7 @@ def test_operations_and_memory_are_counted_to_the_integer() -> None:
     assert macs == sum(2 * BATCH * a * b for a, b in LAYERS) - BATCH * WIDTHS[0] * WIDTHS[1]  # none of the input
 
 
+@pytest.mark.dear
 def test_what_a_pass_did_is_told_by_what_is_there_before_and_after() -> None:
     def delays(graph: Any, plan: Any) -> Any:
         """Forward gets a copy; a node of backward comes later than it did."""
@@ -112,6 +114,7 @@ def hardware(*, flops: float = 1e30) -> Hardware:
     return dataclasses.replace(given, device=device, inside=inside, ranks_per_node=8)
 
 
+@pytest.mark.dear
 def test_communication_that_nothing_hides_is_exposed_as_a_whole() -> None:
     _, found = step()
     timeline = found.simulate(hardware(), ranks=8)
@@ -123,6 +126,7 @@ def test_communication_that_nothing_hides_is_exposed_as_a_whole() -> None:
     assert max(m.gathered_bytes for m in found.memory(timeline)) == max(sizes)
 
 
+@pytest.mark.dear
 def test_what_is_gathered_ahead_is_hidden_by_what_is_computed() -> None:
     largest = max(a * b for a, b in LAYERS)
     slow = hardware(flops=2 * BATCH * LINK / 8)  # a product takes twice as long as the gather of its weight
@@ -137,6 +141,7 @@ def test_what_is_gathered_ahead_is_hidden_by_what_is_computed() -> None:
     assert exposed[largest] < 0.5 * exposed[0]
 
 
+@pytest.mark.dear
 def test_the_picture_has_both_kinds_of_memory(tmp_path: Path) -> None:
     _, found = step()
     moments = found.memory(found.simulate(hardware(flops=1e9), ranks=8))

@@ -65,6 +65,7 @@ def step(*, ahead: int, autocast: bool = False, fused: bool = False, param: torc
     return found
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("ahead", [0, pytest.param(LAYER, marks=pytest.mark.slow)])
 def test_backward_gathers_what_comes_next_and_no_more(ahead: int) -> None:
     found = step(ahead=ahead, param=BF16)

@@ -110,6 +110,7 @@ QUICK = {
 }  # fmt: skip
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("name", QUICK)
 def test_a_small_graph_is_what_the_hooks_are(name: str) -> None:
     assert_like_hooks(QUICK[name])
@@ -151,6 +152,7 @@ class Breaks(Model):
         return out
 
 
+@pytest.mark.dear
 def test_a_model_that_is_no_graph_runs_by_its_hooks_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     def fn(rank: int, compiles: bool) -> Any:
         model = Breaks(Shape(blocks=1))
@@ -166,9 +168,10 @@ def test_a_model_that_is_no_graph_runs_by_its_hooks_and_says_why_once(caplog: py
     ((right, _),) = sim.run(1, lambda rank: fn(rank, False))
     assert all(torch.equal(found[name], right[name]) for name in right)
     assert list(whole.reasons) == [(True, True)]
-    assert sum("is no whole graph in training" in record.getMessage() for record in caplog.records) == 1
+    assert sum("is no whole graph in training with gradients" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.dear
 def test_a_model_of_one_class_after_another_is_a_graph() -> None:
     """torch counts the graphs of a code object, whatever model they are of."""
     with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
@@ -180,6 +183,7 @@ def test_a_model_of_one_class_after_another_is_a_graph() -> None:
             assert not whole.reasons
 
 
+@pytest.mark.dear
 def test_too_many_kinds_of_inputs_run_by_the_hooks(caplog: pytest.LogCaptureFixture) -> None:
     model = Model(Shape(blocks=1))
     right = Model(Shape(blocks=1))
@@ -192,6 +196,7 @@ def test_too_many_kinds_of_inputs_run_by_the_hooks(caplog: pytest.LogCaptureFixt
     assert "dynamic=True" in caplog.text
 
 
+@pytest.mark.dear
 def test_hooks_on_gradients_are_called() -> None:
     model = Model(Shape(blocks=1))
     optimizer = one_rank(model)
@@ -206,6 +211,7 @@ def test_hooks_on_gradients_are_called() -> None:
     assert "a hook waits for the gradient of 'blocks.0.up.weight'" in whole.reasons[True, True]
 
 
+@pytest.mark.dear
 def test_hooks_on_modules_that_came_later_are_called() -> None:
     model = Model(Shape(blocks=1))
     optimizer = one_rank(model)
@@ -268,6 +274,7 @@ class Outer(Model):
         return (self.blocks[0](torch.tanh(x @ self.first)) @ self.last).square().sum()
 
 
+@pytest.mark.dear
 def test_what_the_model_itself_reads_is_here_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zoo.shard.memory.POOLED_BYTES", 64)  # buckets are as large as those that go early
 
@@ -290,6 +297,7 @@ def test_what_the_model_itself_reads_is_here_until_then(monkeypatch: pytest.Monk
         assert all(torch.equal(values[name], parameters[name]) for name in parameters)
 
 
+@pytest.mark.dear
 def test_what_is_wrong_with_a_call_is_said_and_the_graph_stays() -> None:
     model = Model(Shape(blocks=1))
     optimizer = one_rank(model)
@@ -302,6 +310,7 @@ def test_what_is_wrong_with_a_call_is_said_and_the_graph_stays() -> None:
     optimizer.step()
 
 
+@pytest.mark.dear
 def test_a_model_may_be_compiled_otherwise_afterwards() -> None:
     def fn(rank: int, how: str) -> Any:
         torch._dynamo.reset()
@@ -321,6 +330,7 @@ def test_a_model_may_be_compiled_otherwise_afterwards() -> None:
     assert all(torch.equal(found[name], right[name]) for name in right)
 
 
+@pytest.mark.dear
 def test_torch_is_told_nothing_when_no_model_is_traced() -> None:
     before = set(torch._dynamo.config.ignore_logger_methods), torch._dynamo.config.skip_nnmodule_hook_guards
     sim.run(2, lambda rank: train(rank, Case(Shape(1), lengths=(6,)), True))
@@ -331,6 +341,7 @@ def test_torch_is_told_nothing_when_no_model_is_traced() -> None:
         compile_whole(one_rank(Model(Shape(1))).sharded, "aot_eager", mode="default")
 
 
+@pytest.mark.dear
 def test_a_closed_optimizer_leaves_an_ordinary_model() -> None:
     model = Model(Shape(blocks=1))
     optimizer = one_rank(model)
@@ -367,6 +378,7 @@ def test_gradients_of_inputs_alone_leave_those_of_parameters() -> None:
         assert all(torch.equal(c[name], f[name]) for name in c)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_of_parameters_that_are_returned_are_refused(stage: int) -> None:
     model = Model(Shape(blocks=1))
@@ -395,6 +407,7 @@ def test_two_forwards_before_their_backwards() -> None:
         assert all(torch.equal(b[name], d[name]) for name in b)
 
 
+@pytest.mark.dear
 def test_passes_change_at_their_step_and_every_rank_goes_on() -> None:
     seen: list[tuple[int, bool]] = []
 

@@ -105,6 +105,7 @@ def replaced(document: dict[str, Any], technique: str, place: tuple[str, ...], v
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "technique", "place", "value"),
     [

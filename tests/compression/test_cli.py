@@ -37,6 +37,7 @@ def test_it_is_listed() -> None:
     assert CliRunner().invoke(app, ["compres"]).exit_code == 2
 
 
+@pytest.mark.dear
 def test_quantise_and_report(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zoo.examples.byte_lm.task import ByteTask
 
@@ -58,6 +59,7 @@ def test_quantise_and_report(config: Path, tmp_path: Path, monkeypatch: pytest.M
     assert "(+0.00%)" in same
 
 
+@pytest.mark.dear
 def test_what_it_says(config: Path, tmp_path: Path) -> None:
     def fails(*arguments: object) -> str:
         found = CliRunner().invoke(app, ["compress", *map(str, arguments)])
@@ -73,6 +75,7 @@ def test_what_it_says(config: Path, tmp_path: Path) -> None:
     assert "is no file of this task's model" in fails("report", config, "--after", tmp_path / "other")
 
 
+@pytest.mark.dear
 def test_a_file_that_is_cut_short_is_one_sentence(config: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     run("quantise", config, "--out", whole, "--group-size", 16)

@@ -314,6 +314,7 @@ def run(world: int, stage: int, *, micro: int = 1, recompute: bool = False, **mo
     return found[0]
 
 
+@pytest.mark.dear
 def test_every_stage_measures_the_same_bits_and_what_one_process_measures() -> None:
     alone = run(1, 0)
     first = run(2, 0)
@@ -353,6 +354,7 @@ def test_of_the_first_micro_batch_at_any_size_and_stage(
         assert values == wanted if micro == 1 else values == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_never_stopped(beside: bool, tmp_path: Path) -> None:
     more: dict[str, Any] = {"compression": {"activation_quantization": inputs("layer", bits=6)}} if beside else {}
@@ -388,6 +390,7 @@ def test_without_curvature_it_is_weight_quantization_with_one_group() -> None:
         assert value.isfinite().all(), name
 
 
+@pytest.mark.dear
 def test_other_spellings_mean_the_same() -> None:
     inside = moq(start=6, target=4, period=1)
     outside = {
@@ -481,6 +484,7 @@ def test_a_pipeline_has_bits_that_fall_and_no_curvature() -> None:
         sim.run(2, lambda rank: job(rank, True))
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sixteen_bits_fall_too_and_every_stage_measures_the_same(precision: str) -> None:
     def losses(stage: int) -> tuple[list[float], list[list[int]]]:

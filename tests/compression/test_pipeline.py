@@ -114,6 +114,7 @@ def traced(num_stages: int, section: dict[str, Any]) -> tuple[list[float], dict[
     return losses, engine.optimizer.consolidated_parameters()
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "section",

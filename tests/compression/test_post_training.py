@@ -250,6 +250,7 @@ def test_without_batches_every_linear_layer_is_rounded() -> None:
     assert torch.equal(model.embed.weight, before["embed.weight"])
 
 
+@pytest.mark.dear
 def test_what_helps_helps() -> None:
     """Outputs of the whole model, against the exact one: each of GPTQ, compensation and distillation comes nearer."""
     exact, found = trained(), {}

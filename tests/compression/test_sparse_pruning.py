@@ -273,6 +273,7 @@ def test_a_copy_ranks_its_own_weights() -> None:
     assert transforms_of(model)[0].mask is None  # type: ignore[attr-defined]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", ["l1", "topk", "snip_momentum"])
 @pytest.mark.parametrize("stop", [0, 2, 4, 6])
 def test_a_schedule_goes_on_from_its_state_exactly(method: str, stop: int) -> None:

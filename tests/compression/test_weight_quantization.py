@@ -183,6 +183,7 @@ def test_an_empty_weight_is_left_alone() -> None:
     assert isinstance(transforms_of(layer)[0], WeightQuantizer)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bits", [1, 2, 3, 8])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_shapes_can_be_computed_without_values(bits: int, rounding: str) -> None:

@@ -225,6 +225,7 @@ def engine_of(stage: int, **more: Any) -> Any:
     return initialize(document, student, training_data=TensorDataset(x.double()))[0]
 
 
+@pytest.mark.dear
 def test_an_engine_trains_it_at_every_stage(tmp_path: Path) -> None:
     def job(stage: int) -> tuple[list[float], Tensor]:
         engine = engine_of(stage)

@@ -58,6 +58,7 @@ def test_a_layer_multiplies_rounded_tokens_with_rounded_rows(inputs: Grid) -> No
     assert (model(x) - exact(x)).abs().max() > 1e-3
 
 
+@pytest.mark.dear
 def test_inputs_that_are_rounded_are_what_blocks_are_distilled_with() -> None:
     exact, found, rough = trained(), {}, Uniform(bits=3)
     common: dict[str, Any] = {"batches": data(), "leave_out": ["head"], "group_size": 16, "distil_lr": 1e-3}

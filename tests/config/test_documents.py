@@ -200,6 +200,7 @@ def test_a_section_is_read_alone_while_others_are_to_be_chosen() -> None:
     assert read_section("optimizer", HUGGING_FACE).params == {}
 
 
+@pytest.mark.dear
 def test_editors_take_what_is_read() -> None:
     from jsonschema import Draft202012Validator
 

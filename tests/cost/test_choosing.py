@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -91,6 +92,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2,
               "tie_word_embeddings": True},
     "phi3": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "pad_token_id": 0},
+    "llama, biases": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "attention_bias": True,
+                      "num_key_value_heads": 2, "mlp_bias": True, "head_dim": 32},
+    "granite": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "mlp_bias": True},
+    "smollm3": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "attention_bias": True,
+                "pad_token_id": 0},
+    "mistral, biases": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "attention_bias": True},
+    "gemma": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "attention_bias": True},
+    "helium": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "attention_bias": True,
+               "head_dim": 16, "mlp_bias": True},
+    "olmo": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4},
+    "olmo, biases": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "attention_bias": True},
+    "qwen3": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3, biases": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "attention_bias": True},
+    "gpt_neox, no biases": {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4,
+                            "attention_bias": False},
+    "opt, no biases": {"hidden_size": 64, "ffn_dim": 200, "num_attention_heads": 4, "word_embed_proj_dim": 64,
+                       "max_position_embeddings": 100, "enable_bias": False, "do_layer_norm_before": False},
+    "opt, plain norms": {"hidden_size": 64, "ffn_dim": 200, "num_attention_heads": 4, "word_embed_proj_dim": 64,
+                         "max_position_embeddings": 100, "layer_norm_elementwise_affine": False},
     "gpt2": {"n_embd": 64, "n_head": 4, "n_positions": 100},
     "gpt_neox": {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4},
     "opt": {"hidden_size": 64, "ffn_dim": 200, "num_attention_heads": 4, "word_embed_proj_dim": 64,
@@ -98,12 +119,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_parameters_are_exactly_those_of_the_model(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     layers = {"n_layer" if kind == "gpt2" else "num_hidden_layers": 3, "vocab_size": 211}
-    config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind], **layers)
+    config = transformers.AutoConfig.for_model(kind.partition(",")[0], **CONFIGS[kind], **layers)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     config.save_pretrained(tmp_path)
@@ -116,8 +138,13 @@ def test_parameters_are_exactly_those_of_the_model(kind: str, tmp_path: Path) ->
     ("config", "said"),
     [
         ({"model_type": "t5"}, "a model of type 't5' has no reader here; there is one for llama"),
-        ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts=8: experts have no forecast"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts=8: experts have no formula"),
         ({"model_type": "gpt2", "n_embd": "64"}, "n_embd='64'; a whole number is needed"),
+        ({"model_type": "gpt2", "n_embd": 10**400}, "n_embd=10000+; a whole number is needed, from 1 to 281"),
+        (
+            {"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512},
+            "word_embed_proj_dim=512 and hidden_size=1024: embeddings of another width have no formula",
+        ),
         ({"model_type": "llama", "num_attention_heads": True}, "num_attention_heads=True"),
     ],
 )
@@ -165,8 +192,9 @@ def test_goodput_is_what_a_job_that_fails_has() -> None:
     assert goodput(ranks=10**6, hours_between_failures=1, checkpoint_s=60, restart_s=60).part == 0.0
     with pytest.raises(ValueError, match="restart_s=-1"):
         goodput(ranks=1, hours_between_failures=1, checkpoint_s=0, restart_s=-1)
-    with pytest.raises(ValueError, match="both are above 0"):
-        goodput(ranks=0, hours_between_failures=1, checkpoint_s=0, restart_s=0)
+    for ranks, hours in ((0, 1.0), (1, math.inf), (1, math.nan), (1, 1e308)):
+        with pytest.raises(ValueError, match="both are above 0"):
+            goodput(ranks=ranks, hours_between_failures=hours, checkpoint_s=0, restart_s=0)
 
 
 def test_a_thousand_million_ranks_are_judged_at_once() -> None:
@@ -189,3 +217,20 @@ def test_a_configuration_without_an_end_is_no_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"config\.json is no JSON"):
         read_transformer(tmp_path, seq=128)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_last_stage_holds_its_logits_and_a_head(tied: bool) -> None:
+    """Of 8 layers in 4 stages. Of one micro-batch the first stage keeps no more than the last one."""
+    model = Transformer(hidden=256, heads=4, layers=8, seq=1024, vocab=100_000, positions=1024, tied=tied)
+    one = memory_of(model, Layout(global_batch=1))
+    found = memory_of(model, Layout(global_batch=1, pipeline=4))
+    here = 2 * model.layer_parameters + 100_000 * 256
+    assert found.head == 6 * 1024 * 100_000 == one.head
+    assert (found.parameters, found.gradients, found.states) == (2 * here, 2 * here, 12 * here)
+    assert found.activations == one.activations / 4
+    many = memory_of(dataclasses.replace(model, vocab=64), Layout(global_batch=8, pipeline=4))
+    assert many.head == 0  # here the first stage holds more: 4 micro-batches and the positions
+    assert many.activations == one.activations
+    chunks = memory_of(model, Layout(global_batch=8, pipeline=4, chunks=2))
+    assert chunks.activations == one.activations * (1 - 3 / 8)

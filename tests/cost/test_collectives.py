@@ -46,6 +46,26 @@ def test_over_nodes(op: str, num_bytes: int, nodes: int, local: int) -> None:
     assert seconds(op, num_bytes, ranks, FORMULA, local=local, rings=1) >= found * (1 if local == 8 else 0)
 
 
+def up_a_tree(nodes: int, local: int, machine: Hardware) -> float:
+    """When the root knows what all have: ranks of a node hand on along a chain, nodes join in pairs, pairs in fours."""
+    time_s, there = (local - 1) * machine.inside.latency_s, nodes
+    while there > 1:
+        time_s += machine.between.latency_s
+        there = (there + 1) // 2
+    return time_s
+
+
+@given(exponent=st.integers(2, 9), local=st.integers(1, 8))
+def test_trees_of_many_nodes(exponent: int, local: int) -> None:
+    """What has no bytes takes an all-reduce once up and once down, a gather or a reduction over parts one of both."""
+    nodes = 2**exponent
+    once = up_a_tree(nodes, local, FORMULA)
+    around = (nodes - 1) * FORMULA.between.latency_s + nodes * (local - 1) * FORMULA.inside.latency_s
+    for op, times in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)):
+        found = seconds(op, 1e-9, nodes * local, FORMULA, local=local)
+        assert found == pytest.approx(times * min(once, around))
+
+
 @given(ranks=st.integers(2, 8), at=st.integers(0, 10))
 def test_measured_all_reduces_are_met(ranks: int, at: int) -> None:
     points = A100.inside.all_reduce[ranks]

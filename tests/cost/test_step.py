@@ -108,6 +108,26 @@ def test_a_gather_that_is_longer_than_a_layer_is_exposed() -> None:
 @pytest.mark.parametrize(
     ("given_", "said"),
     [
+        ({"layers": 0}, "layers=0; it is a whole number above 0"),
+        ({"seq": 10**200}, "seq=10000+; it is a whole number above 0, and below 2"),
+        ({"heads": True}, "heads=True; it is a whole number above 0"),
+        ({"ffn": -5}, "ffn=-5; it is a whole number of at least 0"),
+        ({"positions": 1.5}, "positions=1.5; it is a whole number of at least 0"),
+        ({"kv_heads": 3}, "kv_heads=3 of 16 heads: it is to divide them"),
+        ({"attention": "slow"}, "attention='slow'; allowed are eager, flash"),
+        ({"bias": "some"}, "bias='some'; allowed are all, qkv, none"),
+    ],
+)
+def test_shapes_that_no_transformer_has_are_refused(given_: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(GPT, **given_)
+    with pytest.raises(ValueError, match=r"global_batch=10000+; it is a whole number above 0, and below 2"):
+        Layout(global_batch=10**200)
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
         ({"global_batch": 0}, "global_batch=0; it is a whole number above 0"),
         ({"global_batch": 6, "data": 4}, "a batch of 6 is no whole number of micro-batches of 1 on 4 ranks"),
         ({"global_batch": 4, "stage": 4}, "stage=4; allowed are 0, 1, 2 and 3"),
@@ -172,3 +192,36 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
     other = dataclasses.replace(run, hardware=dataclasses.replace(A100, adapters=1))
     with pytest.raises(ValueError, match="two machines of the runs are named 'a100-80'"):
         calibrate([run, other], LEAN, ["gap_s"])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_head_of_its_own_is_reduced_and_updated(stage: int) -> None:
+    """vocab x hidden parameters more where the head is not the embedding, on the rank that has both."""
+    tied, own = (dataclasses.replace(GPT, vocab=1 << 20, tied=tied) for tied in (True, False))
+    soft = dataclasses.replace(LEAN, reduce_part=1.0)
+    layout = Layout(global_batch=8, data=8, stage=stage)
+    less, more = (step_time(model, layout, _BANDWIDTH, soft) for model in (tied, own))
+    head = own.vocab * own.hidden
+    kept = head / (8 if stage else 1)
+    rate = A100.device.bytes_per_s * A100.device.memory_reached
+    assert more.update_s - less.update_s == pytest.approx(soft.update_bytes * kept / rate)
+    halves = {0: 2, 1: 2, 2: 2, 3: 1}[stage]  # reduce-scatter and all-gather; stage 3 gathers when it computes
+    wire = halves * 2 * head * 7 / 8 / A100.inside.bytes_per_s
+    assert more.reduce_s - less.reduce_s == pytest.approx(wire, rel=1e-6)
+    two = Layout(global_batch=8, data=4, pipeline=2, stage=min(stage, 1))
+    assert step_time(tied, two, _BANDWIDTH, soft) == step_time(own, two, _BANDWIDTH, soft)  # no head here
+
+
+def test_numbers_of_four_bytes_are_moved_and_sent_as_such() -> None:
+    layout = Layout(global_batch=64, tensor=2, data=2, pipeline=2)
+    two, four = (step_time(GPT, layout, _BANDWIDTH, _QUIET, dtype=dtype) for dtype in ("bf16", "fp32"))
+    for name in ("passes_s", "tensor_s", "messages_s", "reduce_s"):
+        assert getattr(four, name) == pytest.approx(2 * getattr(two, name)), name
+    assert four.products_s > 2 * two.products_s
+    assert four.flops == two.flops
+
+
+_BANDWIDTH = dataclasses.replace(
+    A100, inside=dataclasses.replace(A100.inside, latency_s=0.0, all_reduce={}),
+    between=dataclasses.replace(A100.between, latency_s=0.0),
+)  # fmt: skip

@@ -72,6 +72,7 @@ def test_merging_is_a_stable_sort(runs: list[list[int]], buffer: int) -> None:
     assert max(held) <= max(1, buffer // len(runs))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("count", "workers", "buffer"), [(1, 1, 4), (1000, 1, 1 << 20), (1000, 3, 64), (2, 3, 1)])
 def test_files_are_those_of_a_plain_sort(tmp_path: Path, count: int, workers: int, buffer: int) -> None:
     data = numbers(count)

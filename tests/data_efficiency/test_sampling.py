@@ -113,6 +113,7 @@ def test_percentiles_and_several_metrics(indexed: Path) -> None:
 def test_while_the_pool_stays_every_sample_comes_once_a_shuffle(indexed: Path) -> None:
     options = metric(indexed, min_difficulty=8, max_difficulty=8)
     loader = start(sampling({"first": options}), training_data=data(COUNT)).dataloader
+    loader.unused = None  # it is used without its engine
     batches, seen = iter(loader), []
     next(batches)  # the pool is known from now on
     loader.load_state_dict({**loader.state_dict(), "position": 0})
@@ -295,6 +296,7 @@ def test_ranks_share_the_micro_batches_of_an_epoch(size: int, order: str, before
     assert len({len(loader) for loader in ranks}) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("method", "power"), [("linear", 1.0), ("sqrt", 0.5), ("none", 0.0)])
 def test_the_rate_that_is_used_follows_the_samples_of_the_step(method: str, power: float) -> None:
     changes = {**packed(lr_scaling_method=method), "gradient_accumulation_steps": 2, "train_batch_size": 8}

@@ -141,6 +141,7 @@ def test_one_step_for_several_backwards_counts_all_samples(stage: int) -> None:
     assert (engine.global_steps, engine.global_samples) == (2, 8)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_reductions_are_put_together(stage: int) -> None:
     def job(rank: int, together: bool) -> list[torch.Tensor]:
@@ -170,6 +171,7 @@ def test_reductions_that_cannot_be_put_together() -> None:
         pass
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("of_optimizer", [False, True])
 def test_states_go_away_and_come_back(stage: int, of_optimizer: bool) -> None:
@@ -254,6 +256,7 @@ def test_events_of_the_program_go_to_its_monitors(tmp_path: Path) -> None:
 # -- parameters and optimizers ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("form", ["parameters", "groups", "instance"])
 def test_parameters_in_no_group_stay_as_they_are(stage: int, form: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -287,6 +290,7 @@ class Words(nn.Module):
         return self.lm_head(torch.tanh(self.hidden(self.embed_tokens(x))))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_muon_takes_the_matrices_of_hidden_layers(stage: int) -> None:
     params = {"muon_lr": 0.03, "adam_lr": 0.002, "lr": 1.0, "momentum": 0.9, "betas": [0.8, 0.9], "weight_decay": 0.1}
@@ -368,6 +372,7 @@ def test_arguments_of_schedules() -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_saving_between_the_micro_batches_of_a_step(stage: int, tmp_path: Path) -> None:
     """The file has the state of the latest step; training here goes on as if nothing had been saved."""
@@ -407,6 +412,7 @@ def test_what_programs_keep_in_client_state(tmp_path: Path) -> None:
     assert found["counts"] == {"a": 1, "new": 2}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_loss_scale_may_be_set_between_steps(stage: int) -> None:
     fp16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 4}

@@ -192,6 +192,7 @@ def test_a_model_that_an_engine_has_takes_the_weights_of_a_checkpoint(tmp_path: 
     sim.run(2, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["Fail", "FAIL", "Warn", "warn", "Ignore", None])
 def test_what_becomes_of_different_tags(tmp_path: Path, mode: str | None, caplog: pytest.LogCaptureFixture) -> None:
     def job(rank: int) -> None:
@@ -215,6 +216,7 @@ def test_what_becomes_of_different_tags(tmp_path: Path, mode: str | None, caplog
     assert not (tmp_path / "tag-1").exists()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bad", ["", None, 3])
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_a_folder_without_a_name_is_refused_on_all_ranks(
@@ -238,6 +240,7 @@ def test_a_folder_without_a_name_is_refused_on_all_ranks(
     assert {"global_step1"} == {path.name for path in tmp_path.iterdir() if path.is_dir()} - {"there"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "weights.ckpt", "pytorch_model.bin", "model.safetensors"])
 def test_whole_weights_under_the_names_that_programs_give(tmp_path: Path, name: str) -> None:
     def job(rank: int) -> dict[str, torch.Tensor]:

@@ -62,6 +62,7 @@ def start(stage: int, **more: Any) -> Any:
     return engine
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_program_that_steps_the_optimizer_itself_need_not_drop_the_gradients(stage: int) -> None:
     """As Lightning Fabric does. Stage 0 in fp32 is torch's optimizer, which keeps them."""
@@ -79,6 +80,7 @@ def test_a_program_that_steps_the_optimizer_itself_need_not_drop_the_gradients(s
     assert all(map(torch.equal, own, dropped)) == (stage > 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_it_trains_as_zoos_engine_does(stage: int) -> None:
     def theirs(rank: int) -> list[float]:

@@ -13,6 +13,7 @@ import zoo.deepspeed as deepspeed
 from zoo import sim
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("checks", [True, False, None])
 def test_bf16_says_whether_gradients_that_are_not_finite_are_used(stage: int, checks: bool | None) -> None:

@@ -386,6 +386,7 @@ def test_what_a_stage_does_not_look_at_is_told(caplog: pytest.LogCaptureFixture)
     assert "offload_param" not in caplog.text
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "published",
     [

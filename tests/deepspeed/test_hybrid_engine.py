@@ -38,6 +38,7 @@ def train(engine: Any, rank: int, step: int) -> None:
     engine.step()
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_it_generates_from_the_newest_weights_and_trains_on_with_the_same_bits(stage: int) -> None:
@@ -76,6 +77,7 @@ def test_ranks_that_are_done_go_on_where_they_share_parameters() -> None:
     assert sim.run(2, fn) == [4, 8]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_share_a_model_to_generate(stage: int) -> None:
     """Each gets the tokens of its own prompts, from the newest weights, as if it had generated alone; and the next
@@ -100,6 +102,12 @@ def test_ranks_share_a_model_to_generate(stage: int) -> None:
         assert drawn == expected
 
 
+def test_a_size_that_is_carried_out_is_not_said_to_have_no_effect(recwarn: pytest.WarningsRecorder) -> None:
+    sim.run(2, lambda rank: made(3, inference_tp_size=2).destroy())
+    assert not [str(w.message) for w in recwarn if "inference_tp_size" in str(w.message)]
+
+
+@pytest.mark.dear
 def test_prompts_of_ranks_that_share_a_model_have_one_width() -> None:
     def fn(rank: int) -> None:
         engine = made(3, inference_tp_size=2)
@@ -111,6 +119,7 @@ def test_prompts_of_ranks_that_share_a_model_have_one_width() -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("degree", [1, 2])
 def test_what_one_rank_refuses_is_told_on_all(degree: int) -> None:
     """Else the others would wait for it."""

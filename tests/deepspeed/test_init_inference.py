@@ -70,6 +70,7 @@ def test_without_anything_the_defaults_count(said: list[str]) -> None:
     assert words(engine).shape == (3, 13)
 
 
+@pytest.mark.dear
 def test_with_a_configuration_with_arguments_and_with_both(tmp_path: Path) -> None:
     model, path = model_of("Llama"), tmp_path / "config.json"
     expected = words(model)
@@ -122,6 +123,7 @@ def test_the_default_configuration_is_one() -> None:
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "OPT"])
 @pytest.mark.parametrize("injects", [False, True])
 def test_greedy_tokens_are_those_of_the_model(family: str, injects: bool, said: list[str]) -> None:
@@ -223,6 +225,9 @@ def test_it_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = nn.Linear(2, 2), []
     monkeypatch.setattr(model, "compile", lambda **given: seen.append(given))
     engine = deepspeed.init_inference(model, **FP32)
+    for wrong, said in ((("inducto",), "no such backend; it has .*eager"), (("eager", {"dynamics": 1}), "dynamics")):
+        with pytest.raises(ValueError, match=said):
+            engine.compile(*wrong)
     assert not engine.is_compiled
     engine.compile("eager", {"dynamic": True})
     engine.compile()

@@ -88,6 +88,7 @@ def test_every_field_and_alias_is_there_with_its_default() -> None:
 # -- dtype and quant --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "half"])
 @pytest.mark.parametrize("injects", [False, True])
 def test_floating_point(dtype: Any, injects: bool) -> None:
@@ -106,6 +107,7 @@ def test_floating_point(dtype: Any, injects: bool) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("injects", [False, True])
 def test_weights_are_codes(bits: int, injects: bool) -> None:
@@ -225,6 +227,7 @@ def test_numbers_that_codes_have_not_are_told_before_any_layer_is_packed(fields:
     refused(ValueError, "down_proj has NaN or infinite", model, **fields, kernel_inject=True)
 
 
+@pytest.mark.dear
 def test_activations_are_rounded_where_that_is_asked_for() -> None:
     """``enabled`` is True by default, and rounds nothing."""
     said: list[Any] = [{}, {"activation": {}}, {"activation": {"num_bits": 8}}, {"activation": {"enabled": False}}]

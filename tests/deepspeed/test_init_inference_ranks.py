@@ -51,6 +51,7 @@ def empty() -> Any:
 # -- tensor_parallel --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "injects"), [("Llama", False), ("Llama", True), ("GPT2", False), ("OPT", True)])
 def test_ranks_generate_what_one_does(family: str, injects: bool) -> None:
     expected = words(whole(family))
@@ -70,6 +71,7 @@ def test_ranks_generate_what_one_does(family: str, injects: bool) -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("injects", [False, True])
 def test_ranks_with_parts_in_codes_generate_what_one_with_all_codes_does(injects: bool) -> None:
     given = {"dtype": torch.int8, "kernel_inject": injects, "quant": {"weight": {"q_groups": 1}}}
@@ -185,6 +187,7 @@ def test_consecutive_ranks_share_a_model() -> None:
     sim.run(4, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", ["mpu", "tp_group", "former"])
 def test_a_group_says_which_ranks_share_it(way: str) -> None:
     expected = words(whole())
@@ -230,6 +233,7 @@ def test_it_is_off_or_for_more_ranks_than_there_are() -> None:
     sim.run(1, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "policy",
     [
@@ -308,6 +312,7 @@ def mixture() -> Any:
     return transformers.MixtralForCausalLM(config).eval()
 
 
+@pytest.mark.dear
 def test_ranks_share_experts() -> None:
     expected = words(mixture())
 
@@ -387,6 +392,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.dear
 def test_a_checkpoint_in_each_of_its_grammars(saved: Path) -> None:
     files = {"type": "ds_model", "checkpoints": ["a.bin", "b.bin"], "version": 1.0}
     (saved / "files.json").write_text(json.dumps({**files, "base_dir": str(saved)}))
@@ -407,6 +413,7 @@ def test_a_checkpoint_in_each_of_its_grammars(saved: Path) -> None:
     assert torch.equal(words(engine), expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -513,6 +520,7 @@ def test_it_is_saved_where_the_other_section_says(tmp_path: Path) -> None:
         deepspeed.init_inference(whole(), **FP32, ckpt_config=where, save_mp_checkpoint_path="other")
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("degree", [1, 2])
 def test_files_of_tensor_parallel_ranks_are_put_together(degree: int, tmp_path: Path) -> None:
     """As ranks that train write them: each its own part."""

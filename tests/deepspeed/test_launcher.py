@@ -89,6 +89,7 @@ def test_world_info_is_json_in_base64() -> None:
 DEEPSPEED = ("-c", "from zoo.deepspeed.launcher.runner import main; main()")
 
 
+@pytest.mark.dear
 def test_the_command_starts_ranks_with_their_local_rank(tmp_path: Path) -> None:
     script = (
         "import os, sys, importlib.util\n"
@@ -103,6 +104,18 @@ def test_the_command_starts_ranks_with_their_local_rank(tmp_path: Path) -> None:
     expected = [f"[rank {rank}] {rank} ['--local_rank={rank}', {words}] True a b" for rank in (0, 1)]
     assert sorted(line for line in job.said.splitlines() if line.startswith("[rank")) == expected
     assert "there is no file of hosts none" in job.said
+
+
+@pytest.mark.dear
+def test_what_is_wrong_is_one_sentence_at_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\na slots=1\n")
+    with launched(tmp_path, "-H", str(tmp_path / "hosts"), "SCRIPT", program=DEEPSPEED) as job:
+        job.finish()
+    assert job.process.returncode == 2
+    assert job.errors.startswith(f"zoo: the file of hosts '{tmp_path}/hosts' has 'a' twice")
+    assert "Traceback" not in job.errors
+    with pytest.raises(ValueError, match="has 'a' twice"):
+        runner.main(["-H", str(tmp_path / "hosts"), "x.py"])
 
 
 def test_the_command_starts_ranks_on_hosts_and_ends_with_their_code(tmp_path: Path, monkeypatch: Any) -> None:

@@ -62,6 +62,7 @@ def document(kind: str, stage: int, **options: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 2, "optimizer": section, "zero_optimization": {"stage": stage}}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["MuAdam", "MuAdamW", "MuSGD", "muadam"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_each_parameter_has_the_rate_of_its_width(kind: str, stage: int, mup: Any) -> None:

@@ -145,6 +145,7 @@ def steps(rank: int, ep_size: int, stage: int, *, split: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_experts_on_other_ranks_need_no_mesh(stage: int) -> None:
     alone = sim.run(2, lambda rank: steps(rank, 1, stage, split=False))
@@ -407,6 +408,7 @@ def test_weights_are_repacked() -> None:
         ep_repack.repack_expert_weights(fused, spec(expert_storage="fused_3d"), 0, 1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("written", ["experts", "experts_stage0"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_checkpoint_of_deepspeed_with_experts_goes_on_with_its_losses(stage: int, written: str) -> None:

@@ -90,6 +90,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 CLASSES = {"OneBitAdam": OnebitAdam, "OneBitLamb": OnebitLamb, "ZeroOneAdam": ZeroOneAdam}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", sorted(PARAMS))
 def test_what_sends_signs_trains_as_the_one_that_a_configuration_names(kind: str) -> None:
     def trained(rank: int, by_name: bool) -> list[torch.Tensor]:

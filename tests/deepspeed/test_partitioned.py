@@ -19,6 +19,7 @@ from zoo.config import ConfigError
 from zoo.zero import PartitionedAccessError
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_loops_over_gradients_find_none_where_they_are_partitioned(stage: int, accumulation: int) -> None:

@@ -264,6 +264,7 @@ def losses_after(model: Any, written: str, stage: int) -> list[float]:
     return [float(engine.train_batch(data)) for _ in range(golden.AFTER)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("written", ["pipeline_tied", "pipeline_tied_stage0"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_checkpoint_of_deepspeed_with_a_shared_layer_goes_on_with_its_losses(stage: int, written: str) -> None:
@@ -276,6 +277,7 @@ def test_a_checkpoint_of_deepspeed_with_a_shared_layer_goes_on_with_its_losses(s
         assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("written", ["pipeline", "pipeline_stage0"])
 @pytest.mark.parametrize(("stage", "stages"), [(0, 2), (1, 1)])
 def test_a_checkpoint_of_deepspeeds_pipeline_goes_on_with_its_losses(written: str, stage: int, stages: int) -> None:

@@ -334,6 +334,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", MAKERS)
 def test_optimizers_alone_and_given_to_initialize(name: str) -> None:
     path, _, cls_name = name.rpartition(".")

@@ -70,6 +70,7 @@ def _by_names(model: nn.Module) -> Callable[[Any], Any]:
     return make
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", [_ignoring, _by_dims, _by_names])
 def test_callables_make_optimizers_of_the_models_parameters(kind: Any, stage: int) -> None:
@@ -289,6 +290,7 @@ TAKES: dict[str, Callable[[nn.Module], torch.Tensor]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", TAKES)
 def test_what_is_taken_while_gathered_keeps_its_values(kind: str) -> None:
     """And training goes on as if nothing had been taken, also after it is let go."""

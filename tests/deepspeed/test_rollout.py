@@ -90,6 +90,7 @@ def test_ranks_that_share_parameters_roll_out_prompts_of_their_own() -> None:
     assert (set(training), set(head)) == ({True}, {False})
 
 
+@pytest.mark.dear
 def test_ranks_that_share_a_model_draw_by_one_seed() -> None:
     """``inference_tp_size``: prompts of each rank, answered by both together; greedy ones are those of one rank."""
 

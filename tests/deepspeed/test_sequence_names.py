@@ -87,6 +87,7 @@ def test_a_loss_of_tiles_adds_up_to_that_of_the_whole(shards: int, weight: float
     torch.testing.assert_close(mean * len(x.view(-1, 4).chunk(shards)), added(head, x, y))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tiles_inside_of_a_model_train_as_the_whole_at_every_stage(stage: int) -> None:
     class Block(nn.Module):

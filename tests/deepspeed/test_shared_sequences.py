@@ -188,6 +188,7 @@ class Shared(nn.Module):
         return attention(self, q, k, v, None, position_ids=positions)[0].square().mean()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_mpu_whose_ranks_share_sequences(stage: int) -> None:
     """Two replicas of two ranks: as one rank with all sequences."""

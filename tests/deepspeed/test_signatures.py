@@ -24,6 +24,7 @@ _OFFLOAD = {
 DIFFERS = {
     ("accelerator:get_accelerator().create_op_builder", "op_name"): "class_name, as DeepSpeed's of CUDA has it",
     ("accelerator:get_accelerator().create_op_builder", "class_name"): "op_name in DeepSpeed's of the CPU",
+    ("runtime.engine:DeepSpeedEngine.compile", "backend"): "None is what the configuration or the accelerator says",
     ("runtime.utils:PartitionedTensor.from_meta", "device"): "None is that of the accelerator; theirs, of a CPU, is it",
     **{
         (f"{module}:Init", p): why

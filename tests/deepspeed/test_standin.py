@@ -127,6 +127,7 @@ assert (deepspeed.__git_hash__, deepspeed.__git_branch__, deepspeed.git_hash) ==
 """
 
 
+@pytest.mark.dear
 def test_a_star_imports_the_names_of_the_root() -> None:
     python(STAR, folder=True)
 
@@ -151,6 +152,7 @@ def test_a_part_of_deepspeed_itself_imported_before_is_an_error(monkeypatch: pyt
         zoo.deepspeed.install_as_deepspeed()
 
 
+@pytest.mark.dear
 def test_zoo_run_starts_scripts_with_their_own_arguments(tmp_path: Path) -> None:
     script = tmp_path / "who.py"
     script.write_text("import sys, deepspeed\nprint(deepspeed.__name__, *sys.argv[1:])")
@@ -196,6 +198,20 @@ def test_the_pages_are_made_of_the_tables() -> None:
         assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run python -m zoo.deepspeed.page"
     here = {str(page.relative_to(ROOT)) for page in (ROOT / "docs/reference/deepspeed").glob("*.md")}
     assert here == {path for path in found if path.startswith("docs/reference/deepspeed/")}
+
+
+def test_no_page_of_names_is_longer_than_two_and_a_half_thousand_words() -> None:
+    from zoo.deepspeed.page import pages
+
+    found = {path: text for path, text in pages().items() if path.startswith("docs/reference/deepspeed/")}
+    assert max(len(text.split()) for text in found.values()) <= 2500
+    rows = [line for text in found.values() for line in text.splitlines() if line.startswith("| `deepspeed.")]
+    assert len(rows) == len(set(rows)), "every name is on one page"
+    config = found["docs/reference/deepspeed/runtime.config.md"]
+    assert config.startswith("# deepspeed.runtime.config\n")
+    assert "`deepspeed.runtime.config.DeepSpeedConfig`" in config
+    assert "`deepspeed.runtime.config_utils." not in config
+    assert "`deepspeed.runtime.config_utils." in found["docs/reference/deepspeed/runtime.md"]
 
 
 def test_the_migration_page_can_be_read_in_one_go() -> None:

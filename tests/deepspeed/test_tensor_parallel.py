@@ -88,6 +88,7 @@ def alone() -> Any:
     return run(1, fn)[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_model_is_cut_trained_and_whole_again(stage: int) -> None:
     norms, whole = alone()
@@ -251,6 +252,7 @@ def test_layers_of_parts_compute_what_the_whole_ones_do() -> None:
     run(3, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_engine_trains_layers_that_are_parts_already(stage: int) -> None:
     norms, whole = alone()
@@ -439,6 +441,7 @@ def test_what_the_section_expert_parallel_cannot_say_is_told(section: dict[str, 
         )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "stage", "degree", "data"), [("stage0", 0, 3, 1), ("stage1", 1, 2, 2), ("stage3", 3, 1, 2)]
 )

@@ -166,6 +166,7 @@ def test_given_weights_need_no_range() -> None:
     assert float(layer.attn_qkvb.detach().abs().sum()) == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_models_of_it_train_at_every_stage(stage: int) -> None:
     class Model(nn.Module):

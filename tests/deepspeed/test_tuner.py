@@ -67,6 +67,7 @@ def test_without_a_document_or_a_job_it_says_what_is_missing(tmp_path: Path) -> 
         made(tmp_path, {"a": [0]}).tune()
 
 
+@pytest.mark.dear
 def test_tune_is_the_search_of_zoo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

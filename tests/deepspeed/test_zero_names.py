@@ -87,6 +87,7 @@ def test_decorators() -> None:
     assert x.grad.tolist() == [2.0, 2.0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("made", ["MiCS_Init", "Init", None])
 def test_shard_groups(made: str | None) -> None:
     def job(rank: int) -> list[float]:

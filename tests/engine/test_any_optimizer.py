@@ -62,6 +62,7 @@ def values(engine: Engine) -> list[torch.Tensor]:
     return [p.detach().clone() for p in engine.module.parameters()]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_as_plain_torch_and_goes_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
     plain = model_of()

@@ -124,6 +124,7 @@ def test_a_save_is_over_before_the_process_groups_go(tmp_path: Path) -> None:
         assert [bool((found.tensor(f"p{rank}") == float(rank)).all()) for rank in range(2)] == [True, True]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("number", "nvme"), [pytest.param(1, False, marks=pytest.mark.slow), (3, False), (3, True)])
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, number: int, nvme: bool) -> None:
     expected = run_ranks(2, train, str(tmp_path / "a"), number, False, str(tmp_path) if nvme else "")

@@ -35,6 +35,7 @@ def by_hand(engine: Engine, batches: list[Any]) -> None:
         engine.step()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_loading_in_the_middle_of_a_step_drops_its_gradients(number: int, tmp_path: Path) -> None:
     def job(rank: int) -> bool:
@@ -88,6 +89,7 @@ def test_a_loaders_position_belongs_to_its_newest_iteration(tmp_path: Path) -> N
         next(old)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_accumulation_with_updates_in_backward(number: int) -> None:
     def job(rank: int) -> bool:

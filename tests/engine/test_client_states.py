@@ -92,6 +92,7 @@ def test_damage_is_told_on_all_ranks(tmp_path: Path) -> None:
     sim.run(2, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_written_anew_for_other_ranks(ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     states: list[Any] = [{"a": 1}, {"a": 2}, {"a": 3}]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from tests.engine.test_engine import _train, stage, start
+from tests.engine.test_engine import BASE, Net, _train, stage, start
 
 from zoo import sim
 from zoo.checkpointing import CheckpointError, DamageError
+from zoo.engine import Engine, initialize
 
 
 def damage(root: Path, tag: str) -> None:
@@ -20,6 +22,15 @@ def damage(root: Path, tag: str) -> None:
     first = 8 + int.from_bytes(content[:8], "little")
     content[first + 1] ^= 1
     path.write_bytes(content)
+
+
+DOES: list[Callable[[Engine, Path], object]] = [
+    lambda engine, folder: engine(torch.ones(2, 5), torch.ones(2, 3)),
+    lambda engine, folder: engine.eval_batch((torch.ones(2, 5), torch.ones(2, 3))),
+    lambda engine, folder: engine.module_state_dict(),
+    lambda engine, folder: engine.save_16bit_model(folder),
+]
+"""What weights that are half of a checkpoint must not be used for."""
 
 
 @pytest.mark.matrix
@@ -74,7 +85,10 @@ def test_an_engine_whose_checkpoint_was_damaged_does_not_train(tmp_path: Path) -
             engine.load_checkpoint(tmp_path, "none")
         with pytest.raises(ValueError, match="not loaded"):
             _train(engine, 1)
-        for weights in (engine.module_state_dict(), str(tmp_path / "other" / "b")):
+        for does in DOES:
+            with pytest.raises(ValueError, match=words):
+                does(engine, tmp_path / "out")
+        for weights in (start(stage(3)).module_state_dict(), str(tmp_path / "other" / "b")):
             engine.load_module_state_dict(weights)  # states of the optimizer may be half of the damaged one's
             with pytest.raises(ValueError, match=words):
                 _train(engine, 1)
@@ -82,3 +96,21 @@ def test_an_engine_whose_checkpoint_was_damaged_does_not_train(tmp_path: Path) -
         assert all(torch.isfinite(torch.tensor(_train(engine, 1))))
 
     sim.run(2, job)
+
+
+def test_an_engine_that_only_evaluates_computes_nothing_with_half_of_a_checkpoint(tmp_path: Path) -> None:
+    engine = start(stage(1))
+    engine.save_checkpoint(tmp_path, "a")
+    engine.save_checkpoint(tmp_path, "whole")
+    damage(tmp_path, "a")
+    plain = {key: value for key, value in BASE.items() if key not in ("optimizer", "scheduler")}
+    reader = initialize(plain, Net())[0]
+    with pytest.raises(DamageError):
+        reader.load_checkpoint(tmp_path, "a")
+    for does in DOES:
+        with torch.no_grad(), pytest.raises(ValueError, match="found to be damaged while it was loaded"):
+            does(reader, tmp_path / "out")
+    reader.load_checkpoint(tmp_path, "whole")
+    for does in DOES:
+        with torch.no_grad():
+            does(reader, tmp_path / "out")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.profiles import examples
 from torch import nn
@@ -15,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from zoo import sim
 from zoo.config import ConfigError, load
-from zoo.engine import initialize
+from zoo.engine import RepeatingLoader, initialize
 from zoo.engine.elastic import ElasticLoader
 
 SAMPLES = 60
@@ -154,3 +155,122 @@ def test_what_cannot_be_dealt_is_refused() -> None:
     loss = engine(*next(iter(engine.dataloader)))
     with pytest.raises(ValueError, match=r"loss\.backward\(\)"):
         loss.backward()
+
+
+def weights_ahead(
+    ranks: int, config: dict[str, Any], steps: int, folder: Path, ahead: int, moved: bool
+) -> list[float]:  # fmt: skip
+    """The weights after these steps, from the folder's newest checkpoint on, of a program that fetches micro-batches
+    ahead; ``moved``: and copies them, as to a GPU."""
+
+    def fn(rank: int) -> list[float]:
+        engine, *_ = initialize(config, Regression(), training_data=data())
+        batches, fetched = iter(RepeatingLoader(engine.dataloader)), list[Any]()
+        for _ in range(steps * engine.accumulation):
+            while len(fetched) <= ahead:
+                batch = next(batches)
+                fetched.append([part.clone() for part in batch] if moved else batch)
+            engine.backward(engine(*fetched.pop(0)))
+            engine.step()
+        engine.save_checkpoint(folder)
+        return [float(x) for p in engine.module.parameters() for x in p.detach().flatten()]
+
+    found: list[list[float]] = sim.run(ranks, fn)
+    return found[0]
+
+
+@pytest.mark.dear
+@examples(times=0.2)
+@given(
+    st.integers(1, 13), st.lists(st.integers(1, 6), min_size=2, max_size=3), st.integers(1, 4), st.integers(0, 9),
+    st.booleans(),
+)  # fmt: skip
+@example(7, [2, 3], 2, 1, False)
+@example(7, [3, 2, 5], 2, 4, True)
+@example(6, [2, 3], 3, 1, True)
+def test_batches_that_are_fetched_ahead_count_as_they_are(
+    batch: int, worlds: list[int], micro: int, ahead: int, moved: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as many:
+        expected = weights_ahead(1, document(batch, 64), 3 * len(worlds), Path(one), 0, False)
+        config = document(batch, micro, stage=2, resume_from=many)
+        found = [weights_ahead(world, config, 3, Path(many), ahead, moved) for world in worlds]
+    assert found[-1] == pytest.approx(expected, rel=1e-7, abs=1e-9)
+
+
+def test_batches_that_are_left_out_are_refused() -> None:
+    engine, *_ = initialize(document(6, 2), Regression(), training_data=data())
+    batches = iter(engine.dataloader)
+    left_out = next(batches)
+    with pytest.raises(ValueError, match="micro-batch 0 of a step is given batch 1 of the 3"):
+        engine(*next(batches))
+    del left_out
+    engine, *_ = initialize(document(6, 2), Regression(), training_data=data())
+    batches = iter(engine.dataloader)
+    engine.backward(engine(*next(batches)))
+    engine.step()
+    with pytest.raises(ValueError, match="micro-batch 1 of a step is given batch 0 of the 3"):  # it begins a step anew
+        engine(*next(iter(engine.dataloader)))
+
+    # Of 7 samples on 2 ranks rank 0 has 3, in micro-batches of 2 and 1; a copy is told by its size alone.
+    def fn(rank: int) -> None:
+        engine, *_ = initialize(document(7, 2), Regression(), training_data=data())
+        batches = iter(engine.dataloader)
+        if rank == 0:
+            first, second = next(batches), next(batches)
+            with pytest.raises(ValueError, match=r"has 1 samples, and batch 0 of this rank's share, .* has 2"):
+                engine(*[part.clone() for part in second])
+            engine(*first)
+
+    sim.run(2, fn)
+
+
+def test_a_batch_of_something_else_is_refused_where_a_step_has_one_micro_batch() -> None:
+    engine, *_ = initialize(document(6, 8), Regression(), training_data=data())
+    batch = next(iter(engine.dataloader))
+    engine.backward(engine(*batch))
+    engine.step()
+    with pytest.raises(ValueError, match="is given one that the loader has not handed out"):
+        engine(*[part.clone() for part in batch])
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(2, 3), (7, 4), (6, 2)])
+def test_samples_are_counted_as_often_as_they_count(batch: int, ranks: int) -> None:
+    def fn(rank: int) -> tuple[int, int]:
+        engine, *_ = initialize(document(batch, 2), Regression(), training_data=data())
+        for _ in range(2):
+            engine.train_batch()
+        assert engine.record is not None
+        return engine.record.samples, engine.record.total_samples
+
+    assert sim.run(ranks, fn) == [(batch, 2 * batch)] * ranks
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_copies_of_batches_that_are_dropped_are_not_the_next_ones(again: bool) -> None:
+    """A program that leaves out a batch with a bad loss, and copies its batches, as to a GPU."""
+    engine, *_ = initialize(document(6, 8), Regression(), training_data=data())
+    batches = iter(engine.dataloader)
+    for number in range(3):
+        batch = [part.clone() for part in next(batches)]
+        loss = engine(*batch)
+        if number == 1:
+            engine.backward(engine(*batch) if again else loss)
+            engine.zero_grad()
+        if number:
+            continue
+        engine.backward(engine(*batch) if again else loss)
+        engine.step()
+    assert engine.dataloader.state_dict()["position"] == 18
+
+
+def test_a_batch_may_be_used_twice_before_its_backward() -> None:
+    engine, *_ = initialize(document(6, 2), Regression(), training_data=data())
+    batches = iter(engine.dataloader)
+    ahead = [next(batches) for _ in range(4)]
+    for batch in ahead[:3]:
+        engine(*batch)
+        engine.backward(engine(*batch))
+        engine.step()
+    assert engine.global_steps == 1
+    assert engine.dataloader.state_dict()["position"] == 6

@@ -143,6 +143,7 @@ def test_the_schedule_is_stepped_at_boundaries() -> None:
     assert seen == [engine.lr_scheduler.rate(k, 0) for k in range(6)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 2, 3])
 def test_an_optimizer_instance_and_its_schedule_are_taken(number: int) -> None:
     changes = {**stage(number), "optimizer": None, "scheduler": None}

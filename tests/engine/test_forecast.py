@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,8 @@ def test_time_is_that_of_the_layout() -> None:
             engine.forecast(hardware="a100-80")
         layout = Layout(global_batch=12, micro_batch=2, data=2, stage=2)
         for seq in (512, 1024):
-            expected = step_time(transformer_of(LLAMA, seq=seq), layout, read_hardware("h100"), SOFTWARE["eager"])
+            shape, machine = transformer_of(LLAMA, seq=seq), read_hardware("h100")
+            expected = step_time(shape, layout, machine, SOFTWARE["eager"], dtype="fp32")
             assert engine.forecast(hardware="h100", seq=seq).time == expected
         engine.train_batch(iter([torch.ones(2, 40, dtype=torch.int64)] * 3))
         found = engine.forecast(hardware="a100-80", software="lean")
@@ -132,14 +134,33 @@ def test_time_is_that_of_the_layout() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "dtype", "said"),
+    [
+        ({}, "fp32", ()),
+        ({"bf16": {"enabled": True}}, "bf16", ()),
+        ({"fp16": {"enabled": True}}, "fp16", ()),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "bf16", ("what torch_autocast changes",)),
+        ({"communication_data_type": "bf16"}, "fp32", ("what communication_data_type changes",)),
+    ],
+    ids=["as it is", "bf16", "fp16", "autocast", "gradients in bf16"],
+)
+def test_time_is_of_the_dtype_that_the_job_computes_in(
+    changes: dict[str, Any], dtype: str, said: tuple[str, ...]
+) -> None:
+    time = flat(changes).forecast(hardware="h100", seq=512).time
+    layout = Layout(global_batch=6, micro_batch=2, stage=2)
+    shape, machine = transformer_of(LLAMA, seq=512), read_hardware("h100")
+    expected = step_time(shape, layout, machine, SOFTWARE["eager"], dtype=dtype)
+    assert time == dataclasses.replace(expected, not_counted=said)
+
+
+@pytest.mark.parametrize(
     ("changes", "values", "options", "why"),
     [
         ({}, {"model_type": "bloom"}, {}, "of type 'bloom' has no reader"),
-        ({}, {"num_local_experts": 4}, {}, "experts have no forecast of time"),
+        ({}, {"num_local_experts": 4}, {}, "experts have no formula of time"),
         ({}, {}, {"software": "fast"}, "no software is named 'fast'"),
         ({}, {}, {"hardware": "abacus"}, "abacus"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, {}, {},
-         "no forecast of time of zero_optimization.offload_optimizer"),
     ],
 )  # fmt: skip
 def test_what_has_no_time_is_said(
@@ -149,6 +170,15 @@ def test_what_has_no_time_is_said(
     with pytest.raises(ValueError, match=why):
         engine.forecast(**{"hardware": "h100", "seq": 8, **options})
     assert engine.forecast().time is None
+
+
+def test_what_an_offloading_job_has_no_time_of_is_said() -> None:
+    """This engine computes on the CPU, where nothing is copied; on a GPU there are copies."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    found = flat({"zero_optimization": zero}).forecast(hardware="h100", seq=8)
+    assert found.time is not None
+    assert "not counted: copies between a device and its host" in found.table()
+    assert json.loads(json.dumps(found.to_dict()))["time"]["not_counted"] == list(found.time.not_counted)
 
 
 def test_a_model_without_a_shape_takes_one() -> None:
@@ -191,5 +221,7 @@ def test_the_forecast_of_a_configuration_is_of_the_same_class(tmp_path: Path) ->
     one = forecast(config, ranks=2, registry=registry(), micro_batches=1)
     assert found.wire_bytes["reduce_scatter"] == 3 * one.wire_bytes["reduce_scatter"]
     assert found.total_bytes == one.total_bytes
-    with pytest.raises(ValueError, match="a Net has no config of transformers"):
+    with pytest.raises(ValueError, match="loaded for 1 ranks, not for 2"):  # no formula knows a Net: the job would run
         forecast(config, ranks=2, registry=registry(), hardware="h100")
+    with pytest.raises(ValueError, match="set gradient_accumulation_steps"):
+        forecast(config, registry=registry(), hardware="h100", micro_batches=1)

@@ -52,6 +52,7 @@ def theirs(name: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.dear
 def test_training_goes_on_with_the_losses_of_deepspeed() -> None:
     for number, case in enumerate(CASES):
         name, _, tag = case.partition("/")

@@ -175,6 +175,7 @@ def test_data_that_end_within_a_step_say_so(accumulation: int) -> None:
     assert engine.global_steps == 3
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("breaks", [False, True])
 def test_the_rank_whose_loader_failed_is_named_on_the_others(stage: int, breaks: bool) -> None:
@@ -312,6 +313,7 @@ RATES: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("rate", "told"), RATES, ids=range(len(RATES)))
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_learning_rate_that_is_no_number_is_told_before_anything_changes(rate: Any, told: str, stage: int) -> None:

@@ -34,6 +34,7 @@ def looked() -> dict[str, object]:
     return found
 
 
+@pytest.mark.dear
 def test_importing_the_engine_has_no_side_effects(looked: dict[str, object]) -> None:
     found = dict(looked)
     modules = found.pop("modules")

@@ -87,6 +87,7 @@ def test_they_come_back_from_a_checkpoint(tmp_path: Path, kind: str, asynchronou
     sim.run(WORLD, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_come_back_from_a_state_dict_and_files_of_weights(tmp_path: Path, kind: str) -> None:
     def fn(rank: int) -> None:
@@ -105,6 +106,7 @@ def test_they_come_back_from_a_state_dict_and_files_of_weights(tmp_path: Path, k
     sim.run(WORLD, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_in_whole_weights_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
     mine = KINDS[kind]()

@@ -154,6 +154,7 @@ class Half:
         return loss * 0.5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 2, 3])
 def test_a_loss_that_parts_change_goes_backward_by_the_engine_alone(number: int) -> None:
     """Its own backward would train on another loss. Every rank is told, and the next step is right."""

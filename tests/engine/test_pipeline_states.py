@@ -34,6 +34,7 @@ def start(stages: int, stage: int = 1, **changes: Any) -> Any:
     return initialize(config, model)[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stages", "stage"), [(1, 0), (2, 1), (3, 3)])
 def test_a_pipeline_of_deepspeed_goes_on_at_any_number_of_stages(stages: int, stage: int) -> None:
     def job(rank: int) -> list[float]:

@@ -164,6 +164,7 @@ def test_equal_numbers_of_other_types_and_options_of_the_users_are_alike(stage: 
     sim.run(WORLD, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("clipping", [0.0, 100.0])
 def test_it_costs_no_collective(stage: int, clipping: float) -> None:
@@ -209,6 +210,7 @@ def test_an_option_that_some_ranks_alone_have_as_a_number(value: Any) -> None:
     sim.run(WORLD, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_is_read_later_refuses_every_step_until_a_state_is_loaded(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -259,6 +261,7 @@ def test_an_optimizer_alone_tells_where_it_measures_the_norm(stage: int) -> None
     sim.run(WORLD, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_ranks_with_other_layers_are_told_too(stage: int) -> None:
     """Four ranks, two stages of a pipeline: ranks 2 and 3 have the last layers, and rank 3 has a rate of its own."""
@@ -423,6 +426,7 @@ def test_frozen_parameters_and_buffers_may_differ() -> None:
     sim.run(WORLD, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize(
     ("name", "value", "other"), [("exclude_frozen_parameters", True, False), ("asynchronous", False, True)]

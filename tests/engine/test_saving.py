@@ -224,6 +224,7 @@ def test_one_bucket_at_a_time_is_whole(tmp_path: Path, monkeypatch: pytest.Monke
     sim.run(1, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("at", ["begin", "middle", "end"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_0_that_cannot_write_is_an_error_everywhere_and_the_old_file_stays(

@@ -89,6 +89,8 @@ class Told:
         self.calls.append((args, kwargs))
         return "there"
 
+    def need_weights(self, what: str) -> None: ...
+
     def close(self) -> None:
         self.calls.append("closed")
 

@@ -127,6 +127,7 @@ def test_a_gan_trains_its_two_nets_in_turn(stage: int, scales: tuple[float | Non
         near(found, plain(4, gan=True), 1e-5 if scales[0] is None else 5e-3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("fp16", [False, True])
 def test_both_accumulate(stage: int, fp16: bool) -> None:

@@ -26,6 +26,7 @@ def gradients(engine: Engine) -> dict[str, torch.Tensor]:
 # -- loss.backward() --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dear
 @examples(times=2)
 @given(st.sampled_from([0, 1, 2, 3]), st.sampled_from([1, 2, 4]), st.lists(st.booleans(), min_size=8, max_size=8))
 def test_a_plain_backward_is_the_engines(number: int, accumulation: int, plain: list[bool]) -> None:

@@ -86,6 +86,7 @@ def test_what_the_modifier_rank_writes_everybody_has(
         torch.testing.assert_close(found, expected([*steps, "step"]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("precision", [{}, BF16])
 def test_what_one_rank_writes_and_sends_by_a_collective_is_taken(stage: int, precision: dict[str, Any]) -> None:
@@ -116,6 +117,7 @@ def _replaces(engine: Any, rank: int) -> None:
     engine.module[0].weight.grad = torch.full((6, 6), 1.0 + (rank == 1))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stage", "change", "told"),
     [

@@ -96,6 +96,7 @@ def test_other_numbers_of_ranks(world_size: int, stage: int) -> None:
         check(found)
 
 
+@pytest.mark.dear
 def test_the_stages_agree_to_the_last_bit() -> None:
     runs = [sim.run(2, lambda rank, stage=stage: losses(stage))[0] for stage in range(4)]
     assert runs[0] == runs[1] == runs[2] == runs[3]
@@ -105,6 +106,7 @@ def losses_on_a_rank(rank: int, stage: int) -> list[float]:
     return losses(stage)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_two_processes_over_gloo(stage: int) -> None:
     found = run_ranks(2, losses_on_a_rank, stage)

@@ -6,6 +6,7 @@ model, a batch) are given here, and so are folders in the place of devices (``/n
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -62,13 +63,23 @@ def shown(page: str, number: int) -> str | None:
     return None
 
 
+def answers(page: str) -> list[tuple[str, str]]:
+    """Commands (a block of ``sh``) with what the page shows that they print: the unmarked block right below them."""
+    found = list(_FENCED.finditer(text(page)))
+    return [
+        (above[3], below[3])
+        for above, below in itertools.pairwise(found)
+        if above[2] == "sh" and not below[2] and not text(page)[above.end() : below.start()].strip()
+    ]
+
+
 def commands(page: str) -> list[str]:
-    """The commands of a page: lines of unmarked blocks and what stands between backquotes."""
+    """Commands of a page: lines of unmarked blocks and what stands between backquotes. "zoo launch: ..." is none."""
     unfenced = _FENCED.sub("", text(page))
     spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", unfenced)]
     lines = [line.split("  ")[0].strip() for mark in ("", "bash", "sh") for body in blocks(page, mark)
              for line in body.splitlines()]  # fmt: skip
-    name = re.compile(r"(\w+=\S+ )*(make|zoo|python|torchrun|pip|pre-commit)( |$)|\.ci/|scripts/\w+\.")
+    name = re.compile(r"(\w+=\S+ )*(make|zoo(?! \w+:)|python|torchrun|pip|pre-commit)( |$)|\.ci/|scripts/\w+\.")
     return [found for found in (*spans, *lines) if name.match(found) and found not in ("zoo", "pre-commit")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import re
@@ -142,11 +143,18 @@ def words_of(command: str) -> list[str]:
     return words
 
 
+@functools.cache
+def command_of(name: str | None) -> click.Command:
+    """The command ``zoo``, or one that a package has registered."""
+    found: click.Command = typer.main.get_command(app if name is None else registry.get("command", name))
+    return found
+
+
 def check_zoo(words: list[str]) -> None:
     """Sub-commands and options of ``zoo`` are there."""
-    command: click.Command = typer.main.get_command(app)
+    command = command_of(None)
     if words and words[0] in registry.names("command"):
-        command, words = typer.main.get_command(registry.get("command", words[0])), words[1:]
+        command, words = command_of(words[0]), words[1:]
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         assert words[0] in command.commands, f"zoo has no command {words[0]}"
         command, words = command.commands[words[0]], words[1:]

@@ -6,6 +6,7 @@ Those that train start processes and are slow; the first page trains for minutes
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.house.pages import ROOT, blocks, pages
+from tests.house.pages import ROOT, answers, blocks, pages, text
 from typer.testing import CliRunner
 
 from zoo.cli import app
@@ -72,6 +73,37 @@ def test_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.M
     environment = {**os.environ, "ZOO_LAUNCH_SSH": str(ssh), "OMP_NUM_THREADS": "1"}
     for line in lines(page):
         run(line, tmp_path, environment)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if answers(page)])
+def test_commands_print_what_a_page_shows_below_them(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for block, shown in answers(page):
+        said = "".join(CliRunner().invoke(app, shlex.split(line)[1:]).output for line in block.splitlines())
+        for line in filter(None, shown.splitlines()):
+            assert line in said.splitlines(), f"{page} shows: {line}\n{said}"
+
+
+def test_pages_show_what_commands_print() -> None:
+    assert sum(len(answers(page)) for page in PAGES) >= 3
+
+
+SMALLER = "docs/how-to/memory-before-hardware.md"
+
+
+def test_a_table_of_memory_has_the_figures_of_the_forecast() -> None:
+    (options,) = re.findall(r"\(`(--batch 8 [^`]*)`\)", text(SMALLER))
+    found = re.findall(r"^\| (\d) \| ([\d.]+) \| ([\d.]+) \|$", text(SMALLER), re.MULTILINE)
+    assert [stage for stage, *_ in found] == ["1", "2", "3"]
+    model = str(ROOT / "examples/gallery/llama-7b.json")
+    for stage, *figures in found:
+        for recompute, figure in zip(("none", "full"), figures, strict=True):
+            words = ["forecast", model, "--gpus", "8", "--hardware", "h100", "--seq", "4096", *options.split()]
+            said = CliRunner().invoke(app, [*words, "--stage", stage, "--recompute", recompute]).output
+            assert f"memory of a rank: {figure} of 80 GiB" in said, said
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if page.startswith(("docs/start/", "docs/how-to/"))])

@@ -44,6 +44,27 @@ def test_a_program_says_what_it_did(
 
 
 @needs_transformers
+def test_a_model_of_ones_own_reads_a_text_by_its_tokenizer(tmp_path: Path) -> None:
+    """A vocabulary of three words, and a text of 12 of them: the tokens are the words' numbers, four in a sequence."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    (tmp_path / "text").write_text("c b a c " * 3 + "b")
+    kind = runpy.run_path(str(ROOT / "examples/huggingface/train.py"))["Text"]
+    rows = kind(tmp_path / "text", str(tmp_path / "model"), 4)
+    assert len(rows) == 3
+    assert rows[1]["input_ids"].tolist() == [2, 1, 0, 2]
+    assert rows[1]["labels"].tolist() == [2, 1, 0, 2]
+    small = kind(tmp_path / "text", None, 8)
+    assert small[0]["input_ids"].tolist() == list(b"c b a c ")
+
+
+@needs_transformers
 @pytest.mark.slow
 def test_a_job_goes_on_from_eight_ranks_with_six(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -97,6 +97,18 @@ def test_importing_the_foundations_does_not_import_torch() -> None:
 
 
 @pytest.mark.long
+def test_importing_zoo_does_not_import_the_compiler() -> None:
+    """Which takes as long as all of torch: one decorator of ``torch.compiler`` at the level of a module brings it."""
+    names = ["compression", "deepspeed", "engine", "inference", "moe", "pipe", "tensor", "train", "zero"]
+    code = (
+        f"import sys, importlib as i; [i.import_module('zoo.' + n) for n in {names}]; "
+        "sys.exit(', '.join({'torch._dynamo', 'torch._inductor'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
 def test_kernels_compile_nothing_when_they_are_imported_and_layers_bring_no_sharder(tmp_path: Path) -> None:
     code = (
         "import sys, torch, zoo.kernels, zoo.kernels.update, zoo.kernels.loading, zoo.kernels.building, zoo.nn; "

@@ -24,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("injected", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_takes_it(family: str, injected: bool) -> None:
@@ -71,6 +72,7 @@ def test_it_has_what_a_growing_cache_has(window: int | None, room: int, cuts: li
             assert cache.get_seq_length() == length
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
 @pytest.mark.parametrize("injected", [False, True])
 def test_a_prompt_in_pieces_is_the_prompt(family: str, injected: bool) -> None:
@@ -192,6 +194,7 @@ def test_it_keeps_another_dtype_and_gives_that_of_the_model(
     assert rounded.get_seq_length() == kept
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("injected", [False, True])
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
 def test_generate_takes_one_of_another_dtype(family: str, injected: bool) -> None:

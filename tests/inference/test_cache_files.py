@@ -23,6 +23,7 @@ from zoo.inject import inject
 FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Mistral": {"sliding_window": 4}, "Qwen3": {}, "GPTNeoX": {}}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("injected", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_takes_it(family: str, injected: bool, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def some_prompts(lengths: list[int], seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(3, 97, (n,), generator=generator) for n in lengths]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     model = model_of(family, **FAMILIES[family])
@@ -54,6 +55,7 @@ ALONE: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", ALONE)
 def test_models_whose_rows_need_one_length_take_one_slot(family: str) -> None:
     options, why = ALONE[family]
@@ -115,6 +117,7 @@ def invariant(bits: int, dtype: torch.dtype) -> Any:
     return MODELS[bits, dtype]
 
 
+@pytest.mark.dear
 @examples(times=1)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6), slots=st.integers(1, 4), most=st.integers(1, 7),

@@ -57,6 +57,7 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_both_placements_give_the_same_tokens_and_training_does_not_notice(case: Any) -> None:
@@ -70,6 +71,7 @@ def test_both_placements_give_the_same_tokens_and_training_does_not_notice(case:
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("degree", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_are_boxes_of_the_weights_and_bytes_are_those_that_were_told(degree: int, dtype: torch.dtype) -> None:
@@ -99,6 +101,7 @@ def test_parts_are_boxes_of_the_weights_and_bytes_are_those_that_were_told(degre
         assert told <= whole * 3 // 4 * 1.05
 
 
+@pytest.mark.dear
 def test_auto_shares_the_model_where_ranks_have_shards(caplog: pytest.LogCaptureFixture) -> None:
     def fn(rank: int) -> list[str]:
         found = []
@@ -115,6 +118,7 @@ def test_auto_shares_the_model_where_ranks_have_shards(caplog: pytest.LogCapture
     assert "there is no plan to cut it" in caplog.text
 
 
+@pytest.mark.dear
 def test_what_is_refused() -> None:
     def fn(rank: int) -> None:
         with pytest.raises(ValueError, match=r"it takes an engine, an optimizer of zoo\.zero"):

@@ -26,6 +26,7 @@ def drawn(sampling: Sampling, logits: torch.Tensor, count: int) -> torch.Tensor:
     return torch.bincount(found, minlength=len(logits)) / count
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     "options",
     [

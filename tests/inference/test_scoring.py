@@ -29,6 +29,7 @@ def invariant(family: str) -> Any:
     return MODELS[family]
 
 
+@pytest.mark.dear
 @needs_kernels
 @examples(times=2)
 @given(

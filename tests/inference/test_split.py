@@ -24,6 +24,7 @@ UNEVEN = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36}
 LENGTHS = [5, 1, 9, 3]
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("injected", [False, True])
 @pytest.mark.parametrize(
@@ -58,6 +59,7 @@ def test_tokens_do_not_depend_on_the_degree(case: tuple[str, int, dict[str, Any]
             assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("sampling", "travel"), [(Sampling(temperature=0), 16), (Sampling(seed=3), 16), (Sampling(top_k=5), 97 * 4)]
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_model
 from tests.inference.test_generation import some_prompts
 from tests.inject.models import model_of
 from tests.profiles import examples
@@ -20,10 +21,12 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from zoo import sim
+from zoo.checkpointing.foreign import load_safetensors
 from zoo.inference import Streamed, generate, stream
 from zoo.inject import inject
 from zoo.io import ChecksumError
 from zoo.nn import pack_linears
+from zoo.tensor import load
 from zoo.zero import ZeroOptimizer
 
 SHAPE: dict[str, Any] = {"num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -40,6 +43,7 @@ def made(bits: int = 16, injected: bool = False, family: str = "Qwen2") -> Any:
     return model
 
 
+@pytest.mark.dear
 @examples(times=1)
 @given(
     bits=st.sampled_from([16, 8, 4]), injected=st.booleans(), kept=st.integers(0, 5), ahead=st.integers(1, 3),
@@ -105,6 +109,21 @@ def test_another_order_and_an_interrupted_forward(tmp_path: Path) -> None:
         assert bool(layers[3].mlp.up_proj.weight.isnan().all())
         layers[3].mlp._forward_pre_hooks.clear()
         assert torch.equal(model(torch.tensor([[5]])).logits, plain(torch.tensor([[5]])).logits)
+
+
+def test_what_would_write_to_weights_on_disk_is_refused_before_anything_changed(tmp_path: Path) -> None:
+    model = made()
+    plain = copy.deepcopy(model)
+    done = stream(model, tmp_path, budget_bytes=2 * LAYERS[16])
+    (tmp_path / "other").mkdir()
+    save_model(plain, tmp_path / "other" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.layers.0.*no memory of its own.*zoo.inference.stream.*Nothing was"):
+        load(model, load_safetensors(tmp_path / "other"))
+    left = pack_linears(model, group_size=16)
+    assert "zoo.inference.stream" in left["model.layers.0.mlp.up_proj"]
+    done.close()
+    for name, p in plain.model.layers.named_parameters():
+        assert torch.equal(model.model.layers.get_parameter(name), p)
 
 
 def test_from_meta_no_more_is_there_than_the_budget(tmp_path: Path) -> None:
@@ -192,6 +211,7 @@ def test_what_is_converted_meanwhile_is_told_and_converted_by_close(injected: bo
     assert all(torch.equal(value, right.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.dear
 def test_threads_take_turns(tmp_path: Path) -> None:
     model, prompts = made(), some_prompts([5, 2, 7])
     right = generate(model, prompts, max_new_tokens=4)

@@ -47,6 +47,7 @@ def trained(stage: int, generates: bool) -> list[Found]:
     return sim.run(2, fn)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_has_the_same_bits_and_tokens_are_of_the_newest_weights(stage: int) -> None:

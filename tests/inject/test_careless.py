@@ -97,6 +97,7 @@ def patched() -> Iterator[Callable[[Any, str, Any], None]]:
         setattr(of, name, value)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["scaling", "eps", "forward", "rope"])
 def test_options_and_functions_that_are_changed_afterwards(name: str, patched: Any) -> None:
     model = model_of("Llama")
@@ -167,6 +168,7 @@ def test_tangents_are_not_lost() -> None:
     same(run, attn_implementation="eager")
 
 
+@pytest.mark.dear
 def test_a_model_generates_while_another_thread_injects_it() -> None:
     model, wrong = model_of("Gemma"), []
     right, going = logits(model), True
@@ -225,6 +227,7 @@ def _named(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "run",
     [
@@ -239,6 +242,7 @@ def test_calls_and_weights_that_the_fast_forward_does_not_know(run: Callable[[An
     same(run)
 
 
+@pytest.mark.dear
 def test_copies_and_pickles_of_what_has_changed_since() -> None:
     peft = pytest.importorskip("peft")
     model = model_of("Llama")
@@ -343,6 +347,7 @@ def test_sentences_name_the_nearest_kind() -> None:
     inject(model)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", ["Llama", "Phi3"])
 @pytest.mark.parametrize("drop", [0.0, 0.4])
 def test_a_model_in_training_mode_generates_fast_where_it_drops_nothing(family: str, drop: float) -> None:

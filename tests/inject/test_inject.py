@@ -91,6 +91,7 @@ def test_an_injected_model_computes_what_it_computed(family: str, dtype: torch.d
     assert not any(STATE in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_is_of_no_kind_is_refused_and_stays_as_it_is(family: str) -> None:
     options, reason = REFUSED[family]
@@ -113,6 +114,7 @@ def test_layers_without_positions_are_refused_alone() -> None:
     assert torch.equal(generated(model), before)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cache", ["static", "dynamic", None])
 def test_caches_of_transformers_serve_as_they_are(cache: str | None) -> None:
     model = model_of("Llama", torch.float64)
@@ -214,6 +216,7 @@ def test_what_layers_do_not_know_runs_their_own_forward() -> None:
     assert ran_injected(model, calls, lambda: logits(model))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["self_attn", "mlp", "input_layernorm", "self_attn.v_proj", "mlp.act_fn"])
 def test_hooks_inside_of_a_layer_are_called(name: str) -> None:
     model = model_of("Llama")
@@ -227,6 +230,7 @@ def test_hooks_inside_of_a_layer_are_called(name: str) -> None:
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.dear
 def test_pieces_that_take_the_place_of_others_count() -> None:
     class Twice(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -310,6 +314,7 @@ def test_adapters_put_on_later_are_computed() -> None:
     assert not torch.allclose(found[0], logits(model_of("Llama")), atol=1e-3)
 
 
+@pytest.mark.dear
 def test_a_compiled_model_computes_the_same() -> None:
     model = model_of("Llama")
     inject(model)

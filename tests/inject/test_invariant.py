@@ -35,6 +35,7 @@ def scored(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma", "Phi3"])
 def test_scoring_and_generating_give_the_same_bits(family: str, dtype: torch.dtype) -> None:

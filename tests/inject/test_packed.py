@@ -60,6 +60,7 @@ def test_it_gives_what_it_gave(family: str, wide: bool, bits: int) -> None:
     assert torch.equal(logits(model), logits(plain))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_activations_in_8_bits_stay_so(bits: int, wide: bool) -> None:
@@ -84,6 +85,7 @@ def test_activations_in_8_bits_stay_so(bits: int, wide: bool) -> None:
         assert torch.equal(copied(ids).logits, model(ids).logits)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("bits", "dtype", "activations"),
     [  # each dtype with both ways to multiply, and both widths of codes
@@ -103,6 +105,7 @@ def test_scoring_and_generating_give_the_same_bits(bits: int, dtype: torch.dtype
     assert torch.equal(made, scored.to(made.dtype)[: len(made)])
 
 
+@pytest.mark.dear
 @examples(times=1)
 @given(
     change=st.sampled_from(["bias", "codes", "layer", "moved", "copied", "loaded"]), bits=st.sampled_from([8, 4]),

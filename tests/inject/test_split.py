@@ -42,6 +42,7 @@ def computed(model: Any, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, model.generate(**prompts(side), max_new_tokens=5, do_sample=False)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_injected_split_model_computes_what_the_whole_one_does(case: tuple[str, int, dict[str, Any]]) -> None:
@@ -66,6 +67,7 @@ def test_an_injected_split_model_computes_what_the_whole_one_does(case: tuple[st
             assert torch.equal(words, same)
 
 
+@pytest.mark.dear
 @pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 @pytest.mark.parametrize("options", [{}, UNEVEN, {"attention_bias": True, "mlp_bias": True}], ids=str)
 def test_a_token_of_a_split_layer_is_three_calls(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +102,7 @@ UNEVEN_WIDE = {**WIDE, **UNEVEN, "hidden_size": 144, "head_dim": 16}
 CODED = [("Llama", 2, WIDE), ("Qwen2", 2, WIDE), ("Llama", 2, UNEVEN_WIDE), ("Phi3", 2, WIDE)]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("case", CODED, ids=str)
 def test_parts_in_codes_compute_what_the_whole_model_in_codes_does(
@@ -140,6 +143,7 @@ def test_parts_in_codes_compute_what_the_whole_model_in_codes_does(
             assert torch.equal(words, expected[side][1])
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("injects", [False, True])
 def test_codes_are_summed_in_pieces_too(injects: bool) -> None:
     """Of parts of 48 and 32 columns one is numbers where groups have 32: both ranks make as many sums."""

@@ -80,6 +80,7 @@ def test_a_wrong_byte_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert " are wrong" in result.output
 
 
+@pytest.mark.dear
 def test_the_commands(folder: Path) -> None:
     report, picture = folder / "io.json", folder / "io.png"
     options = ["--size", "1M", "--block-size", "64K", "--queue-depth", "4", "--threads", "1", "--repeats", "1"]

@@ -85,6 +85,7 @@ def test_a_tensor_of_a_gpu_is_written_and_read_without_host_memory(
     del handle
 
 
+@pytest.mark.dear
 @examples(times=3)
 @given(st.integers(0, 9000), st.integers(1, 40_000), st.integers(1, 3), st.integers(0, 9000), st.booleans())
 def test_arbitrary_ranges_and_short_transfers(

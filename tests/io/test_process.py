@@ -366,6 +366,7 @@ print(grown)
 """
 
 
+@pytest.mark.dear
 def test_memory_is_flat_over_ten_thousand_operations(folder: Path) -> None:
     done = run(LEAK, folder / "f")
     assert done.returncode == 0, done.stderr

@@ -69,6 +69,7 @@ def test_a_plan_is_built_once_and_found_again(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.dear
 def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
     plan = tiny(tmp_path, before="sleep 0.5")
     ranks = [ask(plan, tmp_path / "cache") for _ in range(4)]
@@ -76,6 +77,7 @@ def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
     assert calls(tmp_path) == 1
 
 
+@pytest.mark.dear
 def test_a_builder_that_dies_blocks_nobody(tmp_path: Path) -> None:
     plan = tiny(tmp_path, before=f'[ -e "{tmp_path}/again" ] || sleep 30')
     first = ask(plan, tmp_path / "cache")

@@ -121,6 +121,7 @@ def test_without_kernels_it_computes_the_same(bits: int, use_mode: UseMode) -> N
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("bits", [0, 4])
 def test_opcheck(bits: int) -> None:
     before, after = arguments(1, 2, torch.float32, bits, True, True, 2)

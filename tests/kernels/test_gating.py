@@ -447,6 +447,7 @@ def test_mistakes_are_value_errors_with_the_numbers(
 # What torch asks of an operator ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.dear
 def test_opcheck() -> None:
     zoo, check = torch.ops.zoo, torch.library.opcheck
     v, x, y, w = (t.clone().requires_grad_() for t in (torch.rand(3, 4), X, Y, W))

@@ -47,6 +47,7 @@ def test_every_instruction_set_equals_the_reference(
     assert_all_same(lambda: layer_norm_backward(dy, ds, expected[1], w, *expected[2:]), grads)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("shape", [(1030, 1021), (3, 2**18 + 1), (1, 2**20 + 7)])
 def test_large_shapes_and_threads_change_nothing(shape: tuple[int, int]) -> None:

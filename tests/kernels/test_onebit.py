@@ -200,6 +200,7 @@ def test_autograd_notices_what_was_changed_and_nothing_else() -> None:
         y.backward()
 
 
+@pytest.mark.dear
 def test_opcheck() -> None:
     # Each length and each dtype: what is checked is how they are declared.
     for n, dtype in zip(itertools.cycle((0, 5, 200)), DTYPES, strict=False):

@@ -171,6 +171,7 @@ def test_other_activations_are_a_value_error(mode: str, use_mode: UseMode) -> No
         packed_linear(x, weight._replace(q=weight.q[:-1]), activations="int8")
 
 
+@pytest.mark.dear
 def test_opcheck() -> None:
     for tokens in (0, 3, 20):
         for symmetric in (True, False):

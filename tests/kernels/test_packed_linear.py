@@ -309,6 +309,7 @@ def test_mistakes_are_value_errors(mode: str, use_mode: UseMode) -> None:
         pack(torch.full((1920,), -128, dtype=torch.int8), torch.ones(120), shape=(40, 48), bits=8, group_size=16)
 
 
+@pytest.mark.dear
 def test_opcheck() -> None:
     ops = torch.ops.zoo
     for tokens in (0, 3, 20):

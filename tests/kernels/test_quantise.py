@@ -197,6 +197,7 @@ def test_mistakes_are_value_errors(mode: str, symmetric: bool, use_mode: UseMode
         back(torch.empty(100), q, *of_groups, ranks=0)
 
 
+@pytest.mark.dear
 def test_opcheck() -> None:
     ops = torch.ops.zoo
     for n in (0, 5, 200):

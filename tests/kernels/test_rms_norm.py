@@ -88,6 +88,7 @@ def test_mistakes_are_value_errors(mode: str, use_mode: UseMode) -> None:
         rms_norm(torch.ones(3, 0), torch.ones(0))
 
 
+@pytest.mark.dear
 def test_opcheck() -> None:
     x, r, w = torch.randn(2, 3, 20), torch.randn(2, 3, 20), torch.randn(20)
     for grad in (False, True):

@@ -155,6 +155,7 @@ def test_linear_is_thin_for_few_tokens_without_gradients_alone() -> None:
     assert same_bits(linear(x[:16], w, b), plain(x[:16], w, b))
 
 
+@pytest.mark.dear
 def test_gradients_are_those_of_the_product() -> None:
     x, w, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 20), (7, 20), (7,)))
     assert torch.autograd.gradcheck(thin_linear, (x, w, b))

@@ -20,6 +20,7 @@ def last_lines(text: str, count: int = 20) -> str:
     return "\n".join(text.splitlines()[-count:])
 
 
+@pytest.mark.dear
 def test_ranks_run_and_rank_0_alone_is_on_the_screen(tmp_path: Path) -> None:
     with launched(tmp_path, "--ranks", "2", "--log-dir", str(tmp_path / "logs"), "SCRIPT", "ok") as job:
         job.finish()
@@ -31,12 +32,14 @@ def test_ranks_run_and_rank_0_alone_is_on_the_screen(tmp_path: Path) -> None:
     assert job.left() == []
 
 
+@pytest.mark.dear
 def test_all_ranks_are_shown_with_their_number(tmp_path: Path) -> None:
     with launched(tmp_path, "--ranks", "2", "--show", "all", "SCRIPT", "ok") as job:
         job.finish()
     assert sorted(job.said.splitlines()) == ["[rank 0] rank 0 of 2 began", "[rank 1] rank 1 of 2 began"]
 
 
+@pytest.mark.dear
 def test_a_rank_has_what_torchrun_gives_and_its_script_is_main(tmp_path: Path) -> None:
     script = """
 import json, multiprocessing, os, sys
@@ -70,6 +73,7 @@ if __name__ == "__main__":
     }  # fmt: skip
 
 
+@pytest.mark.dear
 def test_modules_and_other_programs(tmp_path: Path) -> None:
     with launched(tmp_path, "--ranks", "2", "-m", "json.tool", "--help") as job:
         job.finish()
@@ -80,6 +84,7 @@ def test_modules_and_other_programs(tmp_path: Path) -> None:
     assert (job.process.returncode, job.said) == (3, "1\n")
 
 
+@pytest.mark.dear
 def test_the_first_error_is_told_whole_and_last(tmp_path: Path) -> None:
     with launched(tmp_path, "--ranks", "3", "SCRIPT", "fails") as job:
         said = last_lines(job.finish())
@@ -92,6 +97,7 @@ def test_the_first_error_is_told_whole_and_last(tmp_path: Path) -> None:
     assert said.count("was ended") == 2
 
 
+@pytest.mark.dear
 def test_an_exit_code_is_that_of_the_rank_and_its_last_words_are_told(tmp_path: Path) -> None:
     with launched(tmp_path, "--ranks", "2", "SCRIPT", "exits") as job:
         said = job.finish()
@@ -128,6 +134,7 @@ def kill_and_look(folder: Path, part: str, name: str) -> None:
         assert name in said or part == "keeper"
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("part", "name"),
     [
@@ -165,6 +172,7 @@ def test_drawn_kills_at_any_moment(tmp_path: Path, draw: int) -> None:
     assert "zoo launch:" in said or pid == job.process.pid, (name, there.get(pid), said)
 
 
+@pytest.mark.dear
 def test_a_worker_that_ignores_sigterm_is_killed_and_named(tmp_path: Path) -> None:
     with launched(tmp_path, "--ranks", "2", "--grace-s", "0.5", "SCRIPT", "stubborn", str(tmp_path)) as job:
         job.wait_for_ranks(2)
@@ -175,14 +183,16 @@ def test_a_worker_that_ignores_sigterm_is_killed_and_named(tmp_path: Path) -> No
     assert "ranks 0, 1 on host localhost were killed, because they had not ended 0.5 s after" in said
 
 
+@pytest.mark.dear
 def test_a_rank_that_ends_while_others_train(tmp_path: Path) -> None:
     with launched(tmp_path, "--ranks", "2", "--finish-s", "0.5", "SCRIPT", "ends") as job:
         said = job.finish(15)
         assert job.left(1) == []
     assert job.process.returncode == 1
-    assert "rank 1 on host localhost ended with exit code 0 0.5 s ago, while ranks [0] still run" in said
+    assert "the cause: rank 1 on host localhost: it ended with exit code 0 0.5 s ago, while ranks [0] still run" in said
 
 
+@pytest.mark.dear
 def test_a_hang_gives_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     with launched(tmp_path, "--ranks", "2", "--hang-s", "1", "SCRIPT", "wait") as job:
         said = job.finish(20)
@@ -206,6 +216,7 @@ def test_sigquit_gives_stacks_and_the_job_goes_on(tmp_path: Path) -> None:
         assert job.process.poll() is None
 
 
+@pytest.mark.dear
 def test_what_cannot_be_started_names_the_host(tmp_path: Path) -> None:
     with launched(tmp_path, "--ranks", "2", str(tmp_path / "none.py")) as job:
         said = job.finish()
@@ -222,6 +233,7 @@ def test_what_cannot_be_started_names_the_host(tmp_path: Path) -> None:
     assert f"host localhost: port {port} cannot be used (Address already in use)" in said
 
 
+@pytest.mark.dear
 def test_a_full_disk_for_logs_ends_the_job(tmp_path: Path) -> None:
     folder = tmp_path / "logs/rank1"
     folder.mkdir(parents=True)
@@ -239,6 +251,7 @@ def test_a_full_disk_for_logs_ends_the_job(tmp_path: Path) -> None:
     assert "host localhost: rank 0 cannot be started: [Errno 20] Not a directory" in said
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

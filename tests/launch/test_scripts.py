@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from tests.launch.jobs import launched
 
@@ -43,6 +46,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return {**kept, "PATH": f"{programs}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "", **more}
 
 
+@pytest.mark.dear
 def test_a_script_for_sbatch_starts_all_ranks(tmp_path: Path) -> None:
     text = written(tmp_path, "my_job.sbatch", "--master-port", "23457")
     said = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
@@ -57,6 +61,7 @@ def test_a_script_for_sbatch_starts_all_ranks(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.dear
 def test_a_job_of_kubernetes_starts_all_ranks(tmp_path: Path) -> None:
     service, job = yaml.safe_load_all(written(tmp_path, "job.yaml", "--image", "mine:1"))
     assert (service["kind"], service["metadata"]["name"], service["spec"]["clusterIP"]) == ("Service", "job", "None")
@@ -72,6 +77,79 @@ def test_a_job_of_kubernetes_starts_all_ranks(tmp_path: Path) -> None:
     node = environment(tmp_path, **{**variables, "MASTER_ADDR": "127.0.0.1", "JOB_COMPLETION_INDEX": "0"})
     ran = subprocess.run(container["command"], env=node, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, "0 4 a'b two words\n"), ran.stderr
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    with launched(folder, *arguments, "x.py", inside=True) as job:
+        job.finish()
+    assert job.process.returncode != 0
+    return job.errors
+
+
+OPTIONS = {
+    "--grace-s": "45.0", "--finish-s": "7.0", "--hang-s": "9.5", "--start-s": "20.0", "--max-restarts": "2",
+    "--show": "all", "--log-dir": "logs of it", "--bind-cores": "0-3", "--include": "localhost:0",
+    "--exclude": "localhost:1",
+}  # fmt: skip
+
+
+@pytest.mark.dear
+def test_written_jobs_have_the_options_that_were_given(tmp_path: Path) -> None:
+    given = [word for pair in OPTIONS.items() for word in pair]
+    text = written(tmp_path, "job.sbatch", "--as-deepspeed", *given)
+    words = shlex.split(text.splitlines()[-1])
+    kept = words[words.index("launch") + 1 : words.index("two words") - 1]
+    assert {*kept} == {"--ranks=2", "--as-deepspeed", *(f"{name}={value}" for name, value in OPTIONS.items())}
+    *_, job = yaml.safe_load_all(written(tmp_path, "job.yaml", "--image", "mine:1", "--as-deepspeed", *given))
+    pod = job["spec"]["template"]["spec"]
+    assert pod["containers"][0]["command"] == words[words.index("zoo") :]
+    assert pod["terminationGracePeriodSeconds"] > 45, (
+        "Kubernetes must not kill a launcher before it has killed its ranks"
+    )
+
+
+@pytest.mark.dear
+def test_a_written_job_gives_ranks_their_grace(tmp_path: Path) -> None:
+    """A rank that needs 8 s to end: more than the 6 s that a launcher gives which is told nothing."""
+    script = """import os, signal, sys, time
+def end(*_):
+    time.sleep(8)
+    open("saved", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("began", flush=True)
+time.sleep(100)
+"""
+    words = ("--write", "job.sbatch", "--ranks", "1", "--grace-s", "30", "SCRIPT")
+    with launched(tmp_path, *words, script=script, inside=True) as job:
+        job.finish()
+    assert job.process.returncode == 0, job.errors
+    variables = environment(tmp_path, SLURM_JOB_NODELIST=socket.gethostname())
+    (tmp_path / "bin/srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    with subprocess.Popen(
+        ["bash", "job.sbatch"], cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True
+    ) as ran:
+        assert ran.stdout is not None
+        assert ran.stdout.readline() == "began\n"
+        ran.terminate()
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "given", [("--hostfile", "all"), ("--check",), ("--node_rank", "1"), ("--ssh", "ssh -p 3"), ("--lost-s", "3")]
+)
+def test_options_that_a_written_job_cannot_have_are_refused(tmp_path: Path, given: tuple[str, ...]) -> None:
+    (tmp_path / "all").write_text("a slots=2\n")
+    said = refused(tmp_path, "--write", "job.sbatch", "--ranks", "2", *given)
+    assert f"{given[0]} cannot be written into job.sbatch" in said
+    assert not (tmp_path / "job.sbatch").exists()
+
+
+def test_a_file_of_hosts_has_no_options_of_a_job(tmp_path: Path) -> None:
+    (tmp_path / "all").write_text("a slots=2\n")
+    said = refused(tmp_path, "--write", "some", "-H", "all", "--grace-s", "3", "--show", "all")
+    assert "--show, --grace-s cannot be written into some" in said
 
 
 def test_gpus_are_asked_for() -> None:

@@ -112,6 +112,7 @@ def masters_of(optimizer: ZeroOptimizer) -> Values:
     return {n: safe_get_full_fp32_param(p) for n, p in optimizer.model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.dear
 @given(
     world=st.integers(1, 4),
     stage=st.integers(0, 3),
@@ -227,6 +228,7 @@ def test_the_forecast_is_what_is_held_and_sent(stage: int, accumulate: Any, redu
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_loss_scale_and_clipping(stage: int) -> None:
     """A power of two is taken off exactly, and the norm is that of the sum."""

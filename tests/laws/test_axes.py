@@ -73,6 +73,7 @@ def check_mics(case: Case, size: int, local: int, two_stages: bool) -> None:
         same_bits(got, run(case, 3))
 
 
+@pytest.mark.dear
 @examples(times=1, quick=0.67)
 @given(drawn=axes(dtype=torch.float64), two_stages=st.booleans())
 @example(drawn=(Case(world=8, dtype=torch.float64), 4, 2), two_stages=True)
@@ -81,6 +82,7 @@ def test_mics_equals_one_process(drawn: tuple[Case, int, int], two_stages: bool)
     check_mics(*drawn, two_stages)
 
 
+@pytest.mark.dear
 @examples(times=1, quick=0.67)
 @given(drawn=axes(), seed=st.integers(0, 50))
 @example(drawn=(Case(world=6, accumulation="backwards", clip_norm=0.05), 2, 6), seed=0)
@@ -92,6 +94,7 @@ def test_shard_groups_have_the_same_bits_at_every_stage(drawn: tuple[Case, int, 
         same_bits(run(case, stage, seed, **options), third)
 
 
+@pytest.mark.dear
 @given(drawn=axes(dtype=torch.float64), seed=st.integers(0, 50))
 def test_an_all_reduce_of_two_stages_equals_one_process(drawn: tuple[Case, int, int], seed: int) -> None:
     case, _, local = drawn
@@ -101,6 +104,7 @@ def test_an_all_reduce_of_two_stages_equals_one_process(drawn: tuple[Case, int, 
         same_bits(got, run(case, 0))
 
 
+@pytest.mark.dear
 @given(drawn=axes(), seed=st.integers(0, 50), whole=st.booleans())
 def test_a_gather_of_two_stages_has_the_bits_of_one(drawn: tuple[Case, int, int], seed: int, whole: bool) -> None:
     case, size, local = drawn
@@ -125,6 +129,7 @@ def test_backward_gathers_the_same_bits_from_a_secondary_partition(
     same_bits(run(case, 3, seed, zero_hpz_partition_size=hpz, **options), run(case, 3, seed, **options))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("keep", [0, 100, 10**6])
 def test_a_secondary_partition_lives_from_forward_to_backward(keep: int) -> None:
     def fn(rank: int) -> None:
@@ -182,6 +187,7 @@ def test_after_an_update_between_forward_and_backward_no_secondary_partition_is_
         assert all(torch.equal(value, expected[0][name]) for name, value in values.items())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
 @pytest.mark.parametrize("options", [{"stage": 3, "mics_shard_size": 2}, {"stage": 0, "hierarchical_all_reduce": True}])
 def test_optimizers_of_whole_tensors_run_in_shard_groups(name: str, options: dict[str, Any]) -> None:
@@ -289,6 +295,7 @@ def test_state_moves_between_axes(worlds: Any, placements: Any, dtype: torch.dty
             torch.testing.assert_close(value, saved[0][2][name], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "options",
     [
@@ -364,6 +371,7 @@ def test_mistakes_are_named(options: dict[str, Any], words: str) -> None:
     sim.run(4, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_secondary_partition_of_more_ranks_than_there_are_is_over_all_of_them(ranks: int) -> None:
     case = replace(Case(), world=ranks)

@@ -27,6 +27,7 @@ from .careless_models import RATE, Model, Setting, data, model_of, settings_of, 
 drawn = settings_of().flatmap(lambda s: st.tuples(st.just(s), programs(s)))
 
 
+@pytest.mark.dear
 @pytest.mark.hypothesis
 def test_careless_programs(record_property: Callable[[str, object], None]) -> None:
     """15 programs in `make test`, 2,000 in `make test-slow`; refusing is the exception."""
@@ -45,6 +46,7 @@ def test_careless_programs(record_property: Callable[[str, object], None]) -> No
     assert share < 0.3
 
 
+@pytest.mark.dear
 @pytest.mark.hypothesis
 def test_careless_programs_with_experts() -> None:
     """The same where ranks share the experts of a layer. One who leaves the others alone in a backward is not drawn."""

@@ -22,6 +22,7 @@ from .doors import jobs
 drawn = jobs().flatmap(lambda job: st.tuples(st.just(job), programs(job), st.booleans()))
 
 
+@pytest.mark.dear
 @pytest.mark.hypothesis
 def test_careless_training(record_property: Callable[[str, object], None]) -> None:
     counts: Counter[str] = Counter()

@@ -34,6 +34,7 @@ def test_what_is_in_a_circle_is_found() -> None:
     assert found == [(3, 5)]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_a_pipeline_leaves_none(schedule: str) -> None:
     case = Case(schedule=schedule)
@@ -56,6 +57,7 @@ def test_a_pipeline_leaves_none(schedule: str) -> None:
     sim.run(case.pipe, job)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_dropped_tokens_leave_none(stage: int) -> None:
     engine = tiny.start({**section(), "zero_optimization": {"stage": stage}})
@@ -65,6 +67,7 @@ def test_dropped_tokens_leave_none(stage: int) -> None:
     assert found == []
 
 
+@pytest.mark.dear
 def test_a_loaded_checkpoint_leaves_none(tmp_path: Path) -> None:
     engine = tiny.start(section())
     engine.train_batch()

@@ -165,6 +165,7 @@ def test_ranks_with_other_experts_have_the_masks_and_ranges_of_one_process(case:
     compare(run(case, section), run(Case(1, 1), section)[0])
 
 
+@pytest.mark.dear
 @examples(times=0.5, quick=0.34)
 @given(before=CASES, after=CASES, section=sections().map(of_experts), stop=st.integers(1, 3))
 @example(before=Case(), after=Case(1, 4, 2), section=FIXED, stop=2)

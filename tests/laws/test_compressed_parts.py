@@ -240,6 +240,7 @@ LEARNED = {
 }
 
 
+@pytest.mark.dear
 @examples(times=0.5, quick=0.34)
 @given(case=CASES, section=of_parts())
 @deep_example(case=Case(), section=FIXED)
@@ -302,6 +303,7 @@ def transformed(case: Case, section: dict[str, Any], dtype: torch.dtype) -> dict
     return found
 
 
+@pytest.mark.dear
 @examples(times=4)
 @given(
     ends=ENDS, bits=st.sampled_from([1, 2, 3, 4, 8]), asymmetric=st.booleans(), stochastic=st.booleans(),

@@ -188,6 +188,7 @@ def test_scores_under_a_split_backward_at_stage_3_are_refused() -> None:
         on_ranks(Case(stage=3, schedule="zb_v"), snip())
 
 
+@pytest.mark.dear
 @examples(times=0.5, quick=0.34)
 @given(case=cases(), section=sections())
 @example(case=Case(pipe=2, data=2, stage=1, tied=True), section=snip())

@@ -84,6 +84,7 @@ def run(
     return found[0]
 
 
+@pytest.mark.dear
 @examples(times=0.5, quick=0.34)
 @given(section=sections(), world=st.sampled_from([2, 4]), micro=st.sampled_from([1, 2]), recompute=st.booleans())
 @example(section=BOTH, world=2, micro=1, recompute=True)
@@ -104,6 +105,7 @@ def test_every_stage_computes_the_same_bits_and_what_one_process_computes(
             torch.testing.assert_close(other, first, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.dear
 @examples(times=0.5, quick=0.34)
 @given(
     section=sections(), before=st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 3)),

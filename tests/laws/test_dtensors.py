@@ -150,6 +150,7 @@ def assert_equal(got: dict[Any, torch.Tensor], expected: dict[str, torch.Tensor]
         )
 
 
+@pytest.mark.dear
 @given(case=cases())
 @example(case=Case(stage=1, clip_norm=0.01))
 @deep_example(case=Case(stage=2, clip_norm=0.01))
@@ -168,6 +169,7 @@ def test_tensor_parallel_layers_of_torch_equal_one_process(case: Case) -> None:
     assert_equal(whole([found for found, _ in ranks]), expected)
 
 
+@pytest.mark.dear
 @given(case=cases(), tensor=st.integers(1, 3), stage=st.integers(0, 3), dtensors=st.booleans())
 def test_a_state_goes_on_with_and_without_tensor_parallelism(
     case: Case, tensor: int, stage: int, dtensors: bool
@@ -234,6 +236,7 @@ def test_groups_and_instances_are_given_with_the_dtensors_themselves(stage: int)
     assert_equal(whole(sim.run(case.world, fn)), reference(case, 3, make)[0])
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_module_has_its_dtensors_inside_in_copies_and_afterwards(stage: int) -> None:
@@ -306,6 +309,7 @@ def test_forward_only_from_shards() -> None:
     sim.run(case.world, fn)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", range(4))
 def test_they_compute_in_another_dtype_and_come_back_as_they_were(stage: int) -> None:

@@ -177,6 +177,7 @@ def reference(uses: Uses) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
+@pytest.mark.dear
 @examples(times=2)
 @given(uses=drawn_uses())
 @example(uses=Uses())

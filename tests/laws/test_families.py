@@ -293,6 +293,7 @@ def whole(runs: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
     return found
 
 
+@pytest.mark.dear
 @given(case=cases())
 def test_experts_and_tensor_parallel_layers_equal_one_process(case: Case) -> None:
     def fn(rank: int) -> Any:
@@ -320,6 +321,7 @@ def whole_tensors(name: str, model: Model) -> tuple[list[dict[str, Any]], dict[s
     return [{"params": matrices}, rest], {"lr": 0.02}
 
 
+@pytest.mark.dear
 @given(case=cases(), name=st.sampled_from(["Lamb", "Muon"]))
 @example(case=Case(tensor=2, stage=2, bucket_size=10**6), name="Lamb")
 @example(case=Case(stage=2, per_rank=2, bucket_size=10**6), name="Muon")
@@ -344,6 +346,7 @@ def test_optimizers_of_whole_tensors_equal_one_process(case: Case, name: str) ->
         torch.testing.assert_close(got[key, "parameter"], value, **close, msg=lambda m, n=key: f"{n}: {m}")
 
 
+@pytest.mark.dear
 @given(case=cases(), other=cases())
 def test_a_state_moves_between_meshes(case: Case, other: Case) -> None:
     """save → load → continue under another number of ranks on any axis, as if it had never stopped."""

@@ -128,6 +128,7 @@ def test_the_ranks_of_a_node_reduce_what_has_parts_too() -> None:
 # What is sent --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dear
 @given(case=cases())
 def test_every_byte_is_forecast_with_where_it_goes(case: Case) -> None:
     def fn(rank: int) -> None:
@@ -145,6 +146,7 @@ def test_every_byte_is_forecast_with_where_it_goes(case: Case) -> None:
     sim.run(case.world, fn, seed=case.seed)
 
 
+@pytest.mark.dear
 @examples(times=0.5, quick=0.34)
 @given(case=cases(stages=(3,)), size=st.sampled_from([2, 4]))
 @example(case=Case(data=4, options=(("max_live_parameters", 0),)), size=4)
@@ -174,6 +176,7 @@ def axes_apart(name: str) -> tuple[str, ...]:
     return ("expert", "tensor") if "experts" in name else ("tensor",)
 
 
+@pytest.mark.dear
 @given(case=cases(stages=(3,)), bits=st.sampled_from([4, 8]), local=st.sampled_from([1, 2, 4, 8]))
 @example(case=Case(data=4), bits=8, local=4)
 @example(case=Case(data=4, options=(("mics_shard_size", 4),)), bits=8, local=2)
@@ -287,6 +290,7 @@ def total(state: dict[tuple[str, str], torch.Tensor], name: str, num_losses: int
 # Mistakes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("sizes", "options", "words"),
     [

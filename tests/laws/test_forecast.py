@@ -122,6 +122,7 @@ def test_memory_and_traffic_are_as_forecast(
     sim.run(world, fn)
 
 
+@pytest.mark.dear
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3)), 3])
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])

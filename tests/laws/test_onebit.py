@@ -181,7 +181,7 @@ def test_ranks_that_step_by_themselves_are_saved(way: dict[str, Any], placement:
         for step in range(5):
             advance(model, optimizer, rank, step)
         saved = collect(optimizer), optimizer.state_scalars(), [dict(g) for g in optimizer.param_groups]
-        own = {name: value.clone() for name, value in optimizer.whole_parameters()}
+        own = {name: value.detach().clone() for name, value in model.named_parameters()}
         for step in range(5, 8):
             advance(model, optimizer, rank, step)
         return *saved, own, optimizer.consolidated_parameters()
@@ -199,7 +199,7 @@ def test_ranks_that_step_by_themselves_are_saved(way: dict[str, Any], placement:
         for group, options in zip(optimizer.param_groups, saved[0][2], strict=True):
             group.update({k: v for k, v in options.items() if k != "params"})
         optimizer.load_state(read, scalars)
-        own = {name: value.clone() for name, value in optimizer.whole_parameters()}
+        own = {name: value.detach().clone() for name, value in model.named_parameters()}
         for step in range(5, 8):
             advance(model, optimizer, rank, step)
         return own, optimizer.consolidated_parameters()
@@ -349,6 +349,7 @@ def test_what_cannot_be_is_said() -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.dear
 @examples(times=3, quick=1.34)
 @given(st.sampled_from(PLACES), st.sampled_from(PLACES), st.sampled_from([ADAM, LAMB]))
 def test_folded_errors_lose_nothing(before: Any, after: Any, way: dict[str, Any]) -> None:
@@ -404,6 +405,7 @@ def test_errors_of_another_kind_are_refused() -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("placement", "told"), [(p, p in PURE[1:]) for p in PURE + GROUPS[:1]], ids=str)
 def test_what_is_saved_is_told_where_only_gradients_are_compressed(
     placement: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture

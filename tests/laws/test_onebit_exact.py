@@ -48,6 +48,7 @@ SAME = {
 }  # fmt: skip
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", SAME.values(), ids=SAME)
 @examples(times=0.5, quick=0.34)

@@ -131,6 +131,7 @@ def value_of(state: Any, name: str) -> torch.Tensor:
     return torch.stack(apart).mean(0) if apart else state[name, "parameter"]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("way", [WAYS["ZeroOne"], *SLOW], ids=["ZeroOne", *OTHERS])
 @examples(times=0.34)
 @given(before=st.sampled_from(MESHES), after=st.sampled_from(MESHES))
@@ -143,6 +144,7 @@ def test_a_state_moves_to_another_mesh(way: dict[str, Any], before: tuple[int, .
     check(case_of(before), case_of(after), way)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("before", "after", "lost"), [(1, 7, "18 of"), (1, 3, "2 of")])
 def test_what_nobody_is_owed_any_more_is_told(
     before: int, after: int, lost: str, caplog: pytest.LogCaptureFixture
@@ -163,6 +165,7 @@ def test_stages_that_split_states_move_too(stage: int) -> None:
     check(case_of(MESHES[1], stage), case_of(MESHES[0], stage), ADAM)
 
 
+@pytest.mark.dear
 def test_folded_errors_move_too() -> None:
     apiece, folded = save(case_of(MESHES[0]), ADAM), save(case_of(MESHES[0]), ADAM, "folded")
     for name in {name for name, _ in apiece[0]}:

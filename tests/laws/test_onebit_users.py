@@ -88,6 +88,7 @@ def test_a_lamb_whose_warm_up_ends_early_begins_its_factor_with_the_variance() -
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("placement", PLACES, ids=str)
 def test_options_that_change_after_a_backward_are_refused_where_its_gradients_do_not_fit(
     placement: dict[str, Any],
@@ -140,6 +141,28 @@ def test_local_steps_that_are_turned_off_end_with_an_agreement(placement: dict[s
         return own(optimizer)
 
     assert alike(sim.run(4, fn))
+
+
+def test_a_variance_that_is_updated_again_between_agreements_is_refused() -> None:
+    """Momenta of ranks differ there; with the old option the step is the one it would have been."""
+
+    def fn(rank: int, changes: bool) -> Any:
+        model, optimizer = build(**ZERO_ONE, stage=0)
+        for step in range(8):
+            if changes and step == 5:
+                assert optimizer.updater.apart
+                names = ("var_freeze_step", "var_update_scaler")
+                old = {name: optimizer.param_groups[0][name] for name in names}
+                change(optimizer, var_freeze_step=50, var_update_scaler=50)
+                with pytest.raises(ValueError, match="var_freeze_step=50 was given after 1 steps that each rank made"):
+                    advance(model, optimizer, rank, step)
+                optimizer.zero_grad()
+                change(optimizer, **old)
+            advance(model, optimizer, rank, step)
+        return own(optimizer)
+
+    changed, plain = (sim.run(2, lambda r, k=k: fn(r, k)) for k in (True, False))
+    assert all(same(a, b) for a, b in zip(changed, plain, strict=True))
 
 
 def test_local_steps_that_are_turned_on_later() -> None:
@@ -311,6 +334,7 @@ def test_what_is_written_where_ranks_agree_stays(placement: dict[str, Any], gath
             torch.testing.assert_close(value, torch.full_like(value, 7.0))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("way", [ZERO_ONE, LOCAL, DILOCO], ids=["ZeroOne", "LocalSGD", "DiLoCo"])
 def test_what_is_written_between_agreements_is_refused(way: dict[str, Any], gathered: bool) -> None:

@@ -96,6 +96,7 @@ def parameter_slices(optimizer: ZeroOptimizer) -> list[tuple[str, int, torch.Ten
     return [(s.name, s.start, s.tensor.clone()) for s in optimizer.state_slices() if s.role == "parameter"]
 
 
+@pytest.mark.dear
 @given(
     world=st.integers(1, 3),
     stage=st.integers(0, 3),
@@ -146,6 +147,7 @@ def test_training_is_that_of_fp32_masters_and_a_rounded_copy(
             assert torch.equal(closed[name], master), name
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("cls", OPTIMIZERS[:2])
 @given(
     where=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
@@ -188,6 +190,7 @@ def test_it_is_a_16_bit_model_whose_masters_are_the_originals(
     check_converted(world, dtype, lambda model: options, reduce_dtype)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
 @pytest.mark.parametrize("stage", range(4))
 def test_optimizers_of_whole_tensors_start_from_the_originals_too(name: str, stage: int) -> None:

@@ -15,6 +15,7 @@ from zoo.zero import Precision, ZeroOptimizer
 from .cases import Case, accumulate, cases, loss_of, make_model, train_reference, train_zero
 
 
+@pytest.mark.dear
 @given(case=cases(), seeds=st.integers(0, 100))
 @example(case=Case(recompute="reentrant"), seeds=0)
 @example(case=Case(recompute="non_reentrant", shared_block=True, tied=True), seeds=1)
@@ -32,6 +33,7 @@ def check_same_bits(case: Case, seeds: int) -> None:
                 assert torch.equal(value, runs[0][0][0][name]), f"stage {stage} rank {rank}: {name} differs"
 
 
+@pytest.mark.dear
 @given(case=cases(), stage=st.integers(0, 3), sub_group=st.sampled_from([1, 40, 10**6]), seed=st.integers(0, 50))
 def test_updates_in_backward_have_the_same_bits(case: Case, stage: int, sub_group: int, seed: int) -> None:
     accumulation = "no_sync" if case.accumulation == "backwards" else case.accumulation

@@ -7,6 +7,7 @@ experts and tensor-parallel layers, groups within nodes, and updates in backward
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from tests.zero.test_window_forecast import drives_of
 
 from zoo import sim
 from zoo.cost import program_of
-from zoo.cost.events import Program, Start, simulate_events
+from zoo.cost.events import Compute, Program, Start, simulate_events
 from zoo.plan import Actions, Collective, Kind
 from zoo.profiling import WorkCounter
 from zoo.shard import Drive, ShardedModel
@@ -49,8 +50,10 @@ def follow(
     like = None
     for step in range(3):
         planned = plan(like if step == 2 else None)
+        sim.compute(1e-9, f"step {step}")
         with WorkCounter() as work, sharded.record(work) as actions:
             run(step)
+        sim.compute(1e-9, "over")
         if step == 2:
             check(actions, planned)
         elif step == 1:  # from the second pass on in a known order
@@ -65,15 +68,37 @@ def without_work(actions: Actions) -> Actions:
 
 def started(program: Program) -> list[Collective]:
     """What a rank begins under the simulator, groups of one rank left out."""
-    found = []
-    for item in program:
-        if isinstance(item, Start) and len(item.members) > 1:
-            op, size = OPS.get(item.op, item.op), len(item.members)
-            whole = round(item.num_bytes) * (size if op == "all_gather" else 1)
-            found.append(Collective(op=op, size=size, num_bytes=whole))
-    return found
+    return [collective(item) for item in program if isinstance(item, Start) and len(item.members) > 1]
 
 
+def collective(item: Start) -> Collective:
+    op, size = OPS.get(item.op, item.op), len(item.members)
+    return Collective(op=op, size=size, num_bytes=round(item.num_bytes) * (size if op == "all_gather" else 1))
+
+
+def third_step(program: Program) -> list[Start]:
+    """What a rank begins in the step that was planned."""
+    names = [item.name if isinstance(item, Compute) else "" for item in program]
+    begin = names.index("step 2")
+    return [
+        item for item in program[begin : names.index("over", begin)]
+        if isinstance(item, Start) and len(item.members) > 1
+    ]  # fmt: skip
+
+
+def within(said: list[Collective], did: list[Collective]) -> list[Collective]:
+    """What is left of ``did`` without ``said``, which is in it, in this order."""
+    rest, waiting = list[Collective](), deque(said)
+    for one in did:
+        if waiting and one == waiting[0]:
+            waiting.popleft()
+        else:
+            rest.append(one)
+    assert not waiting, f"{waiting[0]} is planned and not simulated"
+    return rest
+
+
+@pytest.mark.dear
 @given(case=cases(max_world=4), stage=st.integers(0, 3), nested=st.booleans(), seed=st.integers(0, 50))
 @example(case=Case(shared_block=True, tied=True, keep=100), stage=3, nested=True, seed=1)
 @example(case=Case(num_blocks=3, bucket_size=10**6), stage=3, nested=False, seed=2)
@@ -116,15 +141,17 @@ def test_a_step_is_planned_recorded_and_simulated_alike(case: Case, stage: int, 
         assert sum(c.flops for c in work) == planned.flops > 0
 
 
+@pytest.mark.dear
 @examples(times=0.3, quick=1)
 @given(micro_batches.cases())
 @example(micro_batches.Case(stage=3, max_bytes=500, prefetch=0, keep=0))
 @example(micro_batches.Case(stage=3, world=4, hpz=True, max_bytes=0, shared=True, nested=True, host=True))
 @example(micro_batches.Case(stage=3, max_bytes=None, each=(0, 1, 2), nested=True))
-def test_a_window_is_planned_as_it_is_recorded(case: micro_batches.Case) -> None:
+def test_a_window_is_planned_recorded_and_simulated_alike(case: micro_batches.Case) -> None:
     case = dataclasses.replace(case, recompute=False, silent=())
+    ran = sim.Programs()
 
-    def fn(rank: int) -> None:
+    def fn(rank: int) -> Actions:
         model, optimizer = micro_batches.build(case)
 
         def run(step: int) -> None:
@@ -135,18 +162,23 @@ def test_a_window_is_planned_as_it_is_recorded(case: micro_batches.Case) -> None
         def plan(like: Actions | None) -> Actions:
             return optimizer.plan(drives_of(case), max_bytes=case.max_bytes, like=like)
 
-        follow(optimizer.sharded, plan, run)
+        return follow(optimizer.sharded, plan, run)
 
-    sim.run(case.world, fn, seed=case.seed)
+    found = sim.run(case.world, fn, seed=case.seed, programs=ran, transport="native")
+    for planned, program in zip(found, ran.programs(), strict=True):
+        said = [one for one in planned.collectives() if one.size > 1]
+        assert [collective(start) for start in third_step(program)] == said
 
 
+@pytest.mark.dear
 @examples(times=0.5, quick=1)
 @given(case=families.cases(), early=st.booleans())
 @example(families.Case(options=(("zero_hpz_partition_size", 2), ("max_live_parameters", 0))), False)
-def test_experts_tiers_and_groups_are_planned_as_they_are_recorded(case: families.Case, early: bool) -> None:
+def test_experts_tiers_and_groups_are_planned_recorded_and_simulated_alike(case: families.Case, early: bool) -> None:
     case = replace(case, clip_norm=0.0)
+    ran = sim.Programs()
 
-    def fn(rank: int) -> None:
+    def fn(rank: int) -> Actions:
         model, optimizer, replica = families.build(case, rank, update_in_backward=early)
 
         def run(step: int) -> None:
@@ -154,32 +186,66 @@ def test_experts_tiers_and_groups_are_planned_as_they_are_recorded(case: familie
             optimizer.step()
             optimizer.zero_grad()
 
-        follow(optimizer.sharded, lambda like: optimizer.plan(like=like), run)
+        return follow(optimizer.sharded, lambda like: optimizer.plan(like=like), run)
 
-    sim.run(case.world, fn, seed=case.seed)
+    found = sim.run(case.world, fn, seed=case.seed, programs=ran, transport="native")
+    sizes = [getattr(case, axis) for axis in case.order]
+    places = torch.arange(case.world).view(sizes).movedim(case.order.index("tensor"), -1).reshape(-1, case.tensor)
+    # The second stage of a transfer begins when the first is over, and is said of the action that it belongs to.
+    options = dict(case.options)
+    two_stages = options.get("mics_shard_size") or options.get("hierarchical_all_reduce")
+    of_tensor = {tuple(ranks) for ranks in places.tolist()}
+    for planned, program in zip(found, ran.programs(), strict=True):
+        begun = third_step(program)
+        own = [start for start in begun if start.op == "all_to_all_single" or start.members in of_tensor]
+        # Tokens to experts and back, and what tensor ranks add up, forward and backward: those are the model's.
+        assert len(own) == 4 * (case.expert > 1) + 2 * (case.tensor > 1)
+        did = [collective(start) for start in begun if start not in own]
+        said = [one for one in planned.collectives() if one.size > 1]
+        assert Counter(did) == Counter(said)
+        if not two_stages:
+            assert did == said
 
 
+@pytest.mark.dear
 @examples(times=0.15, quick=1)
 @given(case=pipelines(), max_bytes=st.sampled_from([None, 0, 600, 10**6]), reduce=st.sampled_from(["once", "each"]))
 @example(Pipeline(schedule="zb_v", data=2, stage=3), 600, "once")
 @example(Pipeline(schedule="interleaved_1f1b", data=2, stage=3, pipe=2), 10**6, "each")
 @example(Pipeline(data=2, stage=2, tied=True), None, "each")
 @example(Pipeline(schedule="zb_v", pipe=3, data=1, stage=0, num_micro=1, num_blocks=4, tied=True), None, "once")
-def test_a_batch_of_a_pipeline_is_planned_as_it_is_recorded(
+def test_a_batch_of_a_pipeline_is_planned_recorded_and_simulated_alike(
     case: Pipeline, max_bytes: int | None, reduce: Any
 ) -> None:  # fmt: skip
     case = replace(case, max_bytes=max_bytes, reduce=reduce, checkpoint_every=0, clip=0.0)
+    ran = sim.Programs()
 
-    def fn(rank: int) -> None:
+    def fn(rank: int) -> tuple[Actions, Any, int, int]:
         engine = engine_of(case)
 
         def plan(like: Actions | None) -> Actions:
             drives = [Drive(**given) for given in engine._runner.drives(engine.accumulation)]
             return engine.optimizer.plan(drives, max_bytes=case.max_bytes, like=like)
 
-        follow(engine.sharded, plan, lambda step: engine.train_batch(batches(case, engine, step)))
+        planned = follow(engine.sharded, plan, lambda step: engine.train_batch(batches(case, engine, step)))
+        steps = engine._runner._plan(engine.accumulation, trains=True).program
+        messages = Counter(transfer.sends for step in steps for transfer in step.transfers)
+        return planned, messages, engine._runner.sent_bytes(engine.accumulation) or 0, engine.optimizer.alike.size
 
-    sim.run(case.pipe * case.data, fn, seed=0)
+    found = sim.run(case.pipe * case.data, fn, seed=0, programs=ran, transport="native")
+    for rank, ((planned, messages, sent, alike), program) in enumerate(zip(found, ran.programs(), strict=True)):
+        begun = third_step(program)
+        mine = [start for start in begun if start.op == "send" and f": {rank} to " in start.stream]
+        assert sum(start.num_bytes for start in mine) == sent
+        assert Counter(start in mine for start in begun if start.op == "send") == messages
+        did = [collective(start) for start in begun if start.op != "send"]
+        said = [one for one in planned.collectives() if one.size > 1]
+        # Beside these a few numbers that ranks tell each other: the data of the batch, the loss, needs, the record.
+        rest = within(said, did)
+        assert len(rest) <= 8
+        for one in rest:
+            assert one.op in ("all_gather", "all_reduce")
+            assert one.num_bytes <= 8 * (alike + 10) * one.size
 
 
 def test_a_recording_of_something_else_is_refused() -> None:

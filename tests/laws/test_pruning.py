@@ -6,6 +6,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -129,6 +130,7 @@ def run(world: int, stage: int, section: dict[str, Any], *, micro: int = 1, reco
     return found[0]
 
 
+@pytest.mark.dear
 @examples(times=0.5, quick=0.34)
 @given(section=sections(), world=st.sampled_from([2, 4]), micro=st.sampled_from([1, 2]), recompute=st.booleans())
 @example(section=ALL, world=2, micro=1, recompute=True)
@@ -152,6 +154,7 @@ def test_every_stage_has_the_same_masks_and_computes_the_same_bits(
             torch.testing.assert_close(other[:2], first[:2], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.dear
 @examples(times=0.5, quick=0.34)
 @given(
     section=sections(), before=st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 3)),

@@ -140,6 +140,7 @@ def train(
     return found | optimizer.consolidated_parameters(), optimizer
 
 
+@pytest.mark.dear
 @given(
     world=st.integers(1, 4),
     stage=st.integers(0, 3),

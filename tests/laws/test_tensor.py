@@ -108,6 +108,7 @@ def train(case: Case, model: Decoder, optimizer: ZeroOptimizer, replica: int, st
     return losses, norms
 
 
+@pytest.mark.dear
 @examples(times=0.5, quick=0.34)
 @given(case=cases())
 @example(case=Case(shape=Shape(heads=9, kv=3), degree=2, sequence=True))
@@ -189,6 +190,7 @@ def go_on(states: list[Any], case: Case, steps: range) -> tuple[list[Any], dict[
     return [state for state, _ in found], found[0][1]
 
 
+@pytest.mark.dear
 @examples(times=0.34)
 @given(case=cases(), other=cases())
 @example(case=Case(shape=Shape(heads=9, kv=3)), other=Case(degree=4, data=1, stage=1))

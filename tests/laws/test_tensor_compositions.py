@@ -167,6 +167,7 @@ def simulated(case: Case, folder: str) -> list[Any]:
     return sim.run(case.degree * case.data, lambda rank: trained(case, folder), seed=0)
 
 
+@pytest.mark.dear
 @examples(times=0.1)
 @given(case=cases())
 @example(case=Case(offload="nvme", again="reentrant", compression="quantized", sequence=True))

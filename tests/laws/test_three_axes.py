@@ -250,6 +250,7 @@ def reference(case: Case, steps: int) -> tuple[dict[str, torch.Tensor], list[flo
     return {name: value.detach() for name, value in model.named_parameters()}, norms
 
 
+@pytest.mark.dear
 @given(case=cases())
 @example(case=Case(stage=3, clip_norm=0.01))
 @deep_example(case=Case(stage=1, clip_norm=0.01, experts_at=0))

@@ -128,6 +128,7 @@ def measured(dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[float
     return first
 
 
+@pytest.mark.dear
 def test_stage_3_sends_half_as_much_again_as_data_parallelism() -> None:
     """Rajbhandari et al. 2020, section 7: 2M and 3M, times (N-1)/N."""
     assert measured(stage=0) == (2 * 7 / 8, 2 * 3 / 8, 2 * 4 / 8)
@@ -167,6 +168,7 @@ def test_quantised_gradients_send_a_shard_of_the_node_between_nodes(bits: int, s
     assert got[1:] == pytest.approx((2 * 3 / 8 + size * 3 / 4, 2 * 4 / 8 + size / 4 / 2), rel=1e-12)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("mics", [-1, 8])
 def test_all_three_cut_what_leaves_a_node_by_more_than_four(mics: int) -> None:

@@ -40,6 +40,7 @@ def test_active_parameters_are_fewer_than_the_dense_models() -> None:
     assert active < 0.55 * 8 * 32 * 32
 
 
+@pytest.mark.dear
 def test_it_trains_is_saved_and_loaded(tmp_path: Path) -> None:
     options = ["--moe", "--steps", "3", "--out", str(tmp_path / "run"), "--set", "train.task.params.layers=1"]
     options += ["--set", "train.task.params.width=16", "--set", "train.task.params.heads=2"]

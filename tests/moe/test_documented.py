@@ -56,6 +56,7 @@ def expert() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)).double()
 
 
+@pytest.mark.dear
 @examples(times=8)
 @given(cases())
 def test_it_is_the_documented_mixture(case: Case) -> None:

@@ -91,6 +91,7 @@ def bias(engine: Engine) -> list[float]:
     return found
 
 
+@pytest.mark.dear
 @examples(times=0.5)
 @given(ep_size=st.sampled_from([2, 4]), number=st.integers(0, 3))
 def test_every_ep_size_trains_alike(ep_size: int, number: int) -> None:
@@ -121,6 +122,7 @@ def test_a_record_says_how_experts_are_used() -> None:
     assert all(0 < found[f"moe/mixtures.{i}/entropy"] <= 1 for i in (0, 1))
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("saved", "loaded"),

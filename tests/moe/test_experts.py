@@ -96,6 +96,7 @@ def test_gradients_of_gradients(counts: list[int], bias: bool) -> None:
     assert torch.autograd.gradgradcheck(grouped_linear, given)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("counts", [[2, 0, 3], [0, 0, 0]])
 def test_the_operations_are_known_to_compilers(counts: list[int]) -> None:
     ops = torch.ops.zoo_moe

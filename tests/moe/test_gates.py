@@ -107,6 +107,7 @@ def test_z_loss_is_the_formula() -> None:
     torch.testing.assert_close(z_loss(logits, used), expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("gate", [Top1Gate(WIDTH, 4), Top2Gate(WIDTH, 4), TopKGate(WIDTH, 4, k=3)])
 def test_noise_is_drawn_from_the_softmax(gate: Any) -> None:
     """RSample: how often an expert comes first is its probability."""
@@ -158,6 +159,7 @@ def test_the_bias_moves_against_the_load() -> None:
     torch.testing.assert_close(found.weights, torch.sigmoid(torch.tensor([[0.2]])))
 
 
+@pytest.mark.dear
 def test_a_bias_balances() -> None:
     """Tokens that all want one expert are spread, without a loss."""
     torch.manual_seed(0)

@@ -86,6 +86,7 @@ def test_a_pipeline_with_experts_goes_on_from_a_checkpoint(name: str, tmp_path: 
         assert all(bool(value.isfinite().all()) for value in later.values())
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam"])
 def test_an_overflow_on_one_rank_of_one_stage_skips_the_step_on_all(name: str) -> None:
@@ -106,6 +107,7 @@ def test_an_overflow_on_one_rank_of_one_stage_skips_the_step_on_all(name: str) -
             torch.testing.assert_close(a[key].float(), b[key].float(), rtol=5e-2, atol=3e-2)
 
 
+@pytest.mark.dear
 def test_a_warm_up_ends_on_all_stages_at_once() -> None:
     def fn(rank: int) -> Any:
         engine = start("OneBitAdam", 2, 2, params={"freeze_step": "auto", "betas": [0.9, 0.5]})

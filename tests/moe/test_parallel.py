@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from tempfile import gettempdir
 from typing import Any
 
+import pytest
 import torch
 import torch.utils.checkpoint
 from hypothesis import example, given
@@ -244,6 +245,7 @@ def reference(case: Case, steps: int) -> tuple[dict[str, torch.Tensor], list[lis
     return kept, losses
 
 
+@pytest.mark.dear
 @given(case=cases())
 @example(case=Case(data=2, k=1, capacity=None, grouped=False, chunks=2, tokens=(0, 1, 0, 1)))  # not all experts run
 def test_any_split_equals_one_process(case: Case) -> None:
@@ -296,6 +298,7 @@ def test_a_state_moves_between_meshes_and_options(case: Case, other: Case) -> No
     assert all(torch.equal(again[key], kept[key]) for key in kept)
 
 
+@pytest.mark.dear
 @given(
     data=st.sampled_from([1, 2]), expert=st.sampled_from([1, 2]), tensor=st.sampled_from([1, 2]),
     local=st.sampled_from([1, 2, 4]), size=st.sampled_from([-1, 2]), grouped=st.booleans(), seed=st.integers(0, 10**6),

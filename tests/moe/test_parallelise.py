@@ -103,6 +103,7 @@ def reference(case: Case, steps: int) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.dear
 @given(case=cases())
 def test_any_split_equals_one_process(case: Case) -> None:
     def fn(rank: int) -> Any:
@@ -195,6 +196,7 @@ def test_states_of_whole_models_load_at_any_ep_size() -> None:
     assert second == {}
 
 
+@pytest.mark.dear
 def test_a_section_alone_does_it() -> None:
     document = {
         "train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": RATE}}, "gradient_clipping": 0.5,
@@ -235,6 +237,7 @@ def test_a_section_alone_does_it() -> None:
     assert all(1 <= load <= 4 for load in loads)
 
 
+@pytest.mark.dear
 def test_checkpoints_load_at_another_ep_size(tmp_path: Path) -> None:
     """Saved with experts on two ranks, loaded on four, the bias of routers too."""
 

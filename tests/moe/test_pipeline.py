@@ -75,6 +75,7 @@ def run(num_stages: int, ep_size: int, stage: int, replicas: list[int], weights:
     return before, losses, engine.get_global_grad_norm(), engine.optimizer.consolidated_parameters(), extra
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("schedule", "world", "ep_size", "stage"),

@@ -35,6 +35,7 @@ def trained(family: str, ranks: int, **document: Any) -> list[tuple[list[float],
     return sim.run(ranks, fn, seed=0)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("family", "degree", "experts", "data", "stage"),

@@ -114,6 +114,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return found + 0.5 * balance_loss(model)
 
 
+@pytest.mark.dear
 @given(case=cases())
 def test_any_split_trains_as_one_process(case: Case) -> None:
     def fn(rank: int) -> Any:

@@ -137,6 +137,7 @@ A_FEW = [
 ]
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", COSTLY)  # each run starts processes: no drawn records
 @pytest.mark.parametrize("written", [A_FEW, A_FEW[1:2]])
@@ -144,6 +145,7 @@ def test_its_reader_finds_what_was_written_by_another_process(name: str, written
     check_round_trip(name, written)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ALL)
 def test_through_the_engine_rank_0_writes_and_the_others_only_when_asked(name: str, tmp_path: Path) -> None:
     entry = BATTERY[name]
@@ -201,6 +203,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [name for name, entry in BATTERY.items() if entry.streams])
 def test_a_killed_process_loses_nothing_that_was_written(name: str, tmp_path: Path) -> None:
     entry = BATTERY[name]
@@ -248,6 +251,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FILES)
 def test_when_the_disk_is_full_it_is_switched_off_once_and_what_is_there_can_be_read(name: str, tmp_path: Path) -> None:
     done = processes.run(FULL, name, tmp_path, check=True)

@@ -273,6 +273,7 @@ sys.exit(any(name in sys.modules for name in ("torch", "tensorflow")))
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.dear
 def test_wandb_joins_the_scripts_run_begins_its_own_and_takes_no_earlier_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

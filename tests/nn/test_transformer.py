@@ -32,6 +32,7 @@ def mask_of(kind: str, batch: int, heads: int, tokens: int, dtype: torch.dtype) 
     return torch.where(mask > 1, -10000.0, mask).to(dtype)
 
 
+@pytest.mark.dear
 @examples(times=12)
 @given(
     pre=st.booleans(), gelu=st.sampled_from(["none", "tanh"]), heads=st.sampled_from([1, 2, 3]),
@@ -68,6 +69,7 @@ def test_it_is_the_composition_of_torchs_functions(
         torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pre", [True, False])
 def test_in_lower_precision_it_errs_no_more_than_twice_what_the_composition_does(pre: bool, dtype: torch.dtype) -> None:
@@ -92,6 +94,7 @@ def make_as(layer: TransformerLayer, dtype: torch.dtype) -> TransformerLayer:
     return again
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pre", [True, False])
 def test_what_is_made_again_has_the_bits_it_had(pre: bool, dtype: torch.dtype) -> None:
@@ -112,6 +115,7 @@ def test_what_is_made_again_has_the_bits_it_had(pre: bool, dtype: torch.dtype) -
         assert float((inverted[name] - value).abs().max()) <= 40 * eps * float(value.abs().max()), name
 
 
+@pytest.mark.dear
 def test_dropout_is_the_same_in_forward_and_backward() -> None:
     """By finite differences: under one seed the layer is one function."""
     for pre in (True, False):
@@ -128,6 +132,7 @@ def test_dropout_is_the_same_in_forward_and_backward() -> None:
         assert torch.autograd.gradcheck(run, given, fast_mode=True)  # along directions drawn at random
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pre", [True, False])
 @pytest.mark.parametrize("frozen", [(), ("attn_qkvw", "norm_w"), ("attn_qkvw", "attn_qkvb", "norm_w", "norm_b")])
 def test_an_input_without_gradient_and_a_second_backward(pre: bool, frozen: tuple[str, ...]) -> None:
@@ -173,6 +178,7 @@ def test_nobody_wants_a_gradient_and_no_product_makes_it(
     assert products.count == expected
 
 
+@pytest.mark.dear
 def test_the_share_that_is_dropped() -> None:
     """Of n independent elements p are dropped, to 5·√(p(1 - p)/n): five deviations of a binomial."""
     p, size, tokens, batch = 0.2, 64, 64, 16

@@ -63,6 +63,7 @@ def test_it_keeps_what_the_table_says(
     assert found == saved_bytes(layer.layer_config, batch, tokens, dtype)
 
 
+@pytest.mark.dear
 def test_units_of_bert() -> None:
     """17 with dropout, 11 with all options, beside four statistics a token; torch keeps 30, Hugging Face 24."""
     x = torch.randn(2, 128, 768, requires_grad=True)
@@ -86,6 +87,7 @@ def test_units_of_bert() -> None:
     assert 23 <= kept_bytes(theirs, peer.parameters()) / UNIT < 24.1
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pre", [True, False])
 def test_each_option_drops_its_rows_and_an_inverted_output_is_the_next_layers_input(pre: bool) -> None:
     def per_layer(**options: bool) -> float:

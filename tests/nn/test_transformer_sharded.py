@@ -37,6 +37,7 @@ def data(rank: int, step: int) -> torch.Tensor:
     return torch.randn(2, 5, 12, dtype=torch.float64)
 
 
+@pytest.mark.dear
 @examples(times=2, quick=1)
 @given(
     world=st.integers(1, 3), stage=st.integers(0, 3), pre=st.booleans(), options=st.sets(st.sampled_from(OPTIONS)),

@@ -85,13 +85,16 @@ def zero_one_adam(
     x: Array, grads: Array, reduce: OnebitAllReduce, *, last_variance: int, kappa: int, syncs: list[int], lr: Array,
     beta1: float, beta2: float, eps: float, weight_decay: float = 0.0,
 ) -> Array:  # fmt: skip
-    """0/1 Adam, algorithm 1; v is updated before it divides, what is sent is divided by the sum of learning rates."""
+    """0/1 Adam, algorithm 1; v is updated before it divides, what is sent is divided by the sum of learning rates, and
+    steps of T_v compress nothing: there all ranks have the mean gradient."""
     ranks, found = grads.shape[1], []
     m, v, u = np.zeros((ranks, len(x))), np.zeros_like(x), np.zeros((ranks, len(x)))
     local, anchor = np.stack([x] * ranks), x
     rates = 0.0
     for t, g in enumerate(grads, 1):
-        if t in steps_of_variance(last_variance, kappa):
+        exact = t in steps_of_variance(last_variance, kappa)
+        if exact:
+            g = np.stack([g.mean(0)] * ranks)
             v = beta2 * v + (1 - beta2) * g.mean(0) ** 2
         below = np.sqrt(v) + eps
         m = np.where(v == 0, 0.0, beta1 * m + (1 - beta1) * g)
@@ -99,7 +102,8 @@ def zero_one_adam(
         u, rates = u + lr[t - 1] * m, rates + lr[t - 1]
         anchor = (1 - lr[t - 1] * weight_decay) * anchor
         if t in syncs:
-            mean = np.where(v == 0, 0.0, reduce(u / rates)) * rates
+            sent = u / rates
+            mean = np.where(v == 0, 0.0, sent[0] if exact else reduce(sent)) * rates
             m = np.stack([mean / rates] * ranks)
             anchor = anchor - mean / below
             local = np.stack([anchor] * ranks)

@@ -270,6 +270,7 @@ def plain(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], clip: flo
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("case", [SAME[1], SAME[2], SAME[6], SAME[9], SAME[12]], ids=lambda case: "-".join(case[1]))
 def test_the_engine_carries_it_out(case: tuple[str, dict[str, Any], Any, dict[str, Any]], stage: int) -> None:
@@ -279,6 +280,7 @@ def test_the_engine_carries_it_out(case: tuple[str, dict[str, Any], Any, dict[st
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize(("clipping", "norm"), [(0.0, 0.1), (0.05, 0.05), (5.0, 0.1)])
 def test_the_smaller_of_two_norms_clips_under_the_engine(stage: int, clipping: float, norm: float) -> None:
@@ -379,6 +381,7 @@ def test_a_name_given_to_a_zero_optimizer_is_checked_too() -> None:
         ZeroOptimizer(nn.Linear(2, 2), optimizer="Adam", amsgrad=True)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("params", "fits"),

@@ -148,6 +148,7 @@ def test_a_rank_without_parameters_and_forwards_only_are_not_taken() -> None:
         placed(2, auto(candidates=["inference"]))
 
 
+@pytest.mark.dear
 def test_points_leave_schedules_with_as_many_stages() -> None:
     def rank_of(*points: str) -> list[Any]:
         def fn(rank: int) -> Any:

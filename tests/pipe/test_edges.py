@@ -77,6 +77,7 @@ class Dropping(Layer):
         return x + nn.functional.dropout(torch.tanh(self.linear(x)), 0.5, self.training)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_repeated_forward_drops_what_the_first_one_dropped(schedule: str) -> None:
     check([LayerSpec(Dropping)] * 4, Case(schedule=schedule), activation_checkpoint_interval=1)
@@ -99,6 +100,7 @@ def reentrant(function: Any, x: torch.Tensor) -> Any:
     return checkpoint(function, x if x.requires_grad else x.clone().requires_grad_(), use_reentrant=True)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("how", ["of the model", "re-entrant", "of the layer", "of the layer, in two parts"])
 def test_losses_are_attached_in_what_is_repeated(how: str) -> None:

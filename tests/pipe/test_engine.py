@@ -31,6 +31,7 @@ def batches(case: Case, engine: Any, step: int = 0) -> Any:
     return iter([batch(case, step, m, engine.batch_rank) for m in range(case.num_micro)])
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_evaluation(schedule: str) -> None:
     case = Case(schedule=schedule, data=2, stage=3)
@@ -131,6 +132,7 @@ class Balanced(Block):
         return attach_loss(y, 0.1 * y.square().mean(), "balance")
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_losses_of_middle_layers_are_trained_on_and_reported(dtype: str) -> None:
     case = Case(pipe=3, num_micro=3, dtype=dtype, stage=1)
@@ -184,6 +186,7 @@ def test_attached_losses_are_those_of_the_sum() -> None:
         torch.testing.assert_close(parameter, before[name] - dict(plain.named_parameters())[name].grad)
 
 
+@pytest.mark.dear
 def test_checkpoints_are_by_layer_and_load_at_another_number_of_stages(tmp_path: Any) -> None:
     first = Case(pipe=2, data=2, stage=3, num_micro=2, tied=True)
     second = Case(pipe=4, data=1, stage=1, num_micro=4, tied=True, schedule="1f1b")
@@ -211,6 +214,7 @@ def test_checkpoints_are_by_layer_and_load_at_another_number_of_stages(tmp_path:
     assert found == pytest.approx(expected[2:], rel=1e-5)
 
 
+@pytest.mark.dear
 def test_dropout_does_not_depend_on_the_stages() -> None:
     specs = [LayerSpec(Block, 0), nn.Dropout(0.3), LayerSpec(Block, 1), nn.Dropout(0.3), LayerSpec(Block, 2)]
     case = Case(num_micro=3)

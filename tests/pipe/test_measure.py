@@ -129,3 +129,16 @@ def test_layers_that_change_their_input_or_their_buffers(what: Any) -> None:
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, state[name]) for name, value in nn.ModuleList(layers).state_dict().items())
     assert all(p.grad is None for layer in layers for p in layer.parameters())
+
+
+def test_buffers_of_traced_layers_come_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    whole = split(model, num_stages=1, example=torch.ones(3, 4))
+    before = copy.deepcopy(whole.state_dict())
+    measure(whole, torch.randn(3, 4), repeats=1)
+    assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
+
+
+def test_what_no_stage_can_send_is_said() -> None:
+    with pytest.raises(RuntimeError, match=r"layer 0 failed .*has a object at .1., which cannot go from one pipeline"):
+        measure([lambda x: (x, object())], torch.ones(3, 4))

@@ -31,6 +31,7 @@ def bars(path: Path) -> int:
     return sum("stroke: #ffffff" in shape.get("style", "") for shape in tree.iter("{http://www.w3.org/2000/svg}path"))
 
 
+@pytest.mark.dear
 @pytest.mark.long
 def test_a_picture_has_a_bar_for_each_computation_predicted_and_measured(tmp_path: Path) -> None:
     num_computations = len(FOUND.spans)
@@ -128,6 +129,7 @@ def test_choose_prints_all_and_why() -> None:
     assert result.output.splitlines()[-1].startswith("zb_v: 12.38 s a batch, bubble 3.0%; dualpipe_v is as fast")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -130,6 +130,7 @@ def cases(draw: st.DrawFn) -> Case:
     )  # fmt: skip
 
 
+@pytest.mark.dear
 @examples(times=1, quick=0.67)
 @given(case=cases())
 @example(case=Case(data=2, stage=3, num_micro=4, clip=0.05))

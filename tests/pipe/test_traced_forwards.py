@@ -211,6 +211,7 @@ def test_another_checkpointed_function_is_traced_and_that_is_told(caplog: pytest
 # tensors that are made in forward, and those that are changed ---------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("forward", [
     lambda model, x: model.c(model.b(model.a(x) + model.table[: x.shape[1]] * 2) + model.tables[0].exp()),
     lambda model, x: model.c(model.b(model.a(x) + torch.as_tensor([1.0, 2, 3, 4])) + torch.hann_window(4)),

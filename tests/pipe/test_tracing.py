@@ -169,6 +169,7 @@ def check(make: Callable[[], nn.Module], batches: Any, ranks: int, stage: int, f
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize(("ranks", "stage", "how"), [
     (2, 0, {"num_stages": 2}),
@@ -182,6 +183,7 @@ def test_a_model_that_is_cut_trains_as_it_does_whole(ranks: int, stage: int, how
     check(made, batch, ranks, stage, **how)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @needs_transformers
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -255,6 +257,7 @@ class Wire:
     layer: int | None  # of an earlier one that is used again; its own is then used by nobody
 
 
+@pytest.mark.dear
 @examples(times=0.5)
 @given(st.data())
 def test_any_wiring_trains_as_it_does_whole(data: st.DataObject) -> None:
@@ -348,6 +351,7 @@ def test_a_rank_holds_its_own_stage_and_ties_what_others_have_too() -> None:
     assert "unused.weight" not in names[1]
 
 
+@pytest.mark.dear
 def test_memory_of_other_stages_is_free_when_nobody_holds_the_model() -> None:
     def one(rank: int) -> tuple[int, Any]:
         model = made()
@@ -452,6 +456,7 @@ def weighed(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if x.sum() > 0 else x
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "how", ["shape", "type", "unpack", "loop", "training", "random", "mode", "assigns", "function"]
 )
@@ -508,6 +513,7 @@ def test_what_values_decide_is_refused_by_line_and_goes_as_a_leaf() -> None:
         split(Branches("object"), num_stages=1, example=x)
 
 
+@pytest.mark.dear
 def test_points_that_are_none_are_refused() -> None:
     for points, sentence in (
         (["body.blocks.9"], "names 'body.blocks.9', which is no submodule of this Model; there are body, body.embed"),

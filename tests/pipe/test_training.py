@@ -220,6 +220,7 @@ def cases(draw: st.DrawFn) -> Case:
     )  # fmt: skip
 
 
+@pytest.mark.dear
 @given(case=cases(), semantics=st.sampled_from(["gloo", "nccl"]))
 @example(case=Case(schedule="zb_v", pipe=3, stage=3, num_micro=7, tied=True, clip=0.1), semantics="nccl")
 @example(case=Case(schedule="interleaved_1f1b", pipe=3, stage=3, num_micro=6, num_blocks=11), semantics="nccl")
@@ -228,6 +229,7 @@ def test_any_pipeline_trains_as_one_process_does(case: Case, semantics: Any) -> 
         check(case)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_v"])
 def test_stages_of_zero_have_the_same_bits(schedule: str) -> None:

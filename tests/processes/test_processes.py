@@ -26,6 +26,7 @@ print(sys.stdin.read() == "", sys.flags.dev_mode)
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("end", "status"), [("", 0), ("sys.exit(3)", 3), ("sys.exit('why')", 1), ("1 / 0", 1), ("os.abort()", -6)]
 )

@@ -114,6 +114,15 @@ def test_attention_written_out_is_as_much_as_the_fused_one() -> None:
     assert written.recomputation.flops == 0 < fused.recomputation.flops
 
 
+def test_distances_of_many_points_are_a_product() -> None:
+    """Of 2 · 40 by 30 points of 5 numbers, their norms in two places more; back come two products."""
+    x, y = (torch.randn(2, n, 5, requires_grad=True) for n in (40, 30))
+    found = profiled(Calls(torch.cdist), x, y, backward=True).model
+    assert found.forward.flops == 2 * 2 * 40 * 30 * 7
+    assert found.forward.elementwise == 3 * x.numel() + 2 * y.numel() + 2 * 2 * 40 * 30
+    assert found.backward.flops == 2 * 2 * 2 * 40 * 30 * 5
+
+
 def test_convolutions_plain_grouped_transposed_in_one_to_three_dims() -> None:
     # (layer, input, output positions or, transposed, input positions, weights)
     cases: list[tuple[nn.Module, tuple[int, ...], int, int]] = [

@@ -189,3 +189,37 @@ def test_a_stage_of_a_pipeline_is_profiled_over_all_micro_batches() -> None:
     assert found.not_counted == {}
     assert found.model.forward.macs == 2 * 2 * ROWS * PER_BLOCK, "two micro-batches through the two layers here"
     assert found.model.backward.macs == 2 * found.model.forward.macs - 2 * ROWS * 9 * WIDTH
+
+
+def test_a_rank_of_split_layers_counts_its_part() -> None:
+    from tests.tensor.models import Decoder, Shape, plan_of
+    from torch.nn import functional as F
+
+    shape = Shape(heads=6, kv=2, inner=8, vocab=12, bias=False)
+
+    class Model(Decoder):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(super().forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def job(rank: int, degree: int, stage: int) -> Any:
+        section = {"autotp_size": degree, "plan": plan_of(shape).as_data()} if degree > 1 else {}
+        document = {
+            **BASE, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "tensor_parallel": section,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "flops_profiler": {"enabled": True, "output_file": "/dev/null"},
+        }  # fmt: skip
+        engine, *_ = zoo.engine.initialize(document, Model(shape))
+        for step in range(2):
+            engine.backward(engine(torch.randint(12, (2, 5), generator=torch.Generator().manual_seed(step))))
+            engine.step()
+        profiler = engine.parts["flops_profiler"].profiler
+        engine.destroy()
+        return profiler.profile if rank == 0 else None
+
+    whole = job(0, 1, 0)
+    for stage in (0, 3):
+        part = sim.run(2, lambda rank, stage=stage: job(rank, 2, stage))[0]
+        assert part.not_counted == {}
+        for which in ("forward", "backward"):
+            assert 2 * getattr(part.model, which).macs == getattr(whole.model, which).macs, "all cuts are even"
+        assert part.model.parameters.numel < whole.model.parameters.numel

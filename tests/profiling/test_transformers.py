@@ -105,6 +105,7 @@ def bert_large() -> Profile:
     return profiled(logits_of(net), input_ids=ids)
 
 
+@pytest.mark.dear
 def test_the_documented_numbers_of_bert_large(bert_large: Profile) -> None:
     """The example of DeepSpeed's tutorial "Flops Profiler" (docs/_tutorials/flops-profiler.md at 80f8ecd).
 

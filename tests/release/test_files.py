@@ -7,6 +7,7 @@ import csv
 import hashlib
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -172,3 +173,22 @@ def test_checksums_are_of_all_files_but_themselves(tmp_path: Path) -> None:
     files = building.released(tmp_path)
     assert [str(path.relative_to(tmp_path)) for path in files] == ["b.whl", "with-kernels/a.whl"]
     assert building.digest(files[0]) == hashlib.sha256(b"b.whl").hexdigest()
+
+
+def test_everybody_may_read_what_a_build_with_a_narrow_umask_has_made(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    old = os.umask(0o077)
+    try:
+        (made / "with-kernels").mkdir(parents=True)
+        for name in ("a.whl", "with-kernels/b.whl"):
+            (made / name).write_text(name)
+    finally:
+        os.umask(old)
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist/old.whl").touch()
+    building.keep(made, tmp_path / "dist")
+    there = {str(path.relative_to(tmp_path)): path for path in [tmp_path / "dist", *(tmp_path / "dist").rglob("*")]}
+    assert {name: oct(path.stat().st_mode & 0o777) for name, path in there.items()} == {
+        "dist": "0o755", "dist/a.whl": "0o644", "dist/with-kernels": "0o755", "dist/with-kernels/b.whl": "0o644",
+    }  # fmt: skip
+    assert there["dist/with-kernels/b.whl"].read_text() == "with-kernels/b.whl"

@@ -133,6 +133,7 @@ def test_secrets_are_not_told(tmp_path: Path) -> None:
     assert "swordfish" not in write_report(folder).read_text()
 
 
+@pytest.mark.dear
 def test_a_page_is_never_larger_than_a_megabyte(tmp_path: Path) -> None:
     folder = whole_run(tmp_path)
     with open(folder / "log.jsonl", "w") as file:

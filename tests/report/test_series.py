@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zoo.report import reading
@@ -90,6 +90,7 @@ LINES = st.lists(
 
 
 @given(LINES, st.integers(1, 9), st.sampled_from([16, 64, 1 << 20]), st.booleans())
+@example(["[]"], 2, 16, False)  # the second part begins in the line that is cut
 def test_parts_of_a_file_are_the_file(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], parts: int, chunk: int, ends: bool
 ) -> None:
@@ -131,6 +132,7 @@ def test_one_step_among_many_stays_a_spike(tmp_path: Path) -> None:
     assert np.nanmax(np.delete(high, (3217 - 1) // buckets.width)) < 3
 
 
+@pytest.mark.dear
 def test_several_processes_read_what_one_does(tmp_path: Path) -> None:
     path = write(tmp_path / "log.jsonl", 20_000, rss_bytes=[1, 2], note="not a number")
     one, three = read_log(path, processes=1), read_log(path, processes=3)

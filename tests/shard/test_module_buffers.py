@@ -149,6 +149,7 @@ def train(model: Model, optimizer: ZeroOptimizer, case: Case, rank: int, step: i
     optimizer.zero_grad()
 
 
+@pytest.mark.dear
 @given(case=cases())
 @example(case=Case(mode="broadcast", num_micro=2, drive="window"))
 @example(case=Case(mode="average", num_micro=2, drive="window"))
@@ -175,6 +176,7 @@ def test_buffers_are_as_computed_by_hand(case: Case) -> None:
         assert all(torch.equal(found[name], got[0][name]) for found in got for name in found)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_broadcast_is_what_ddp_does(stage: int) -> None:
     def ddp(rank: int) -> Any:

@@ -32,6 +32,7 @@ def shard(model: nn.Module, trains: bool = False, **options: Any) -> ShardedMode
     return ShardedModel(model, config=ZeroConfig.model_validate(given), trains=trains)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("grads", [True, False])

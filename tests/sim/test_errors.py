@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -254,3 +257,24 @@ def test_a_rank_that_computes_for_ever():
     assert f"{__file__}" in str(caught.value)
     assert time.monotonic() - start < 5
     assert sim.run(2, lambda rank: rank) == [0, 1]
+
+
+@pytest.mark.dear
+def test_time_in_which_the_whole_process_was_stopped_does_not_count() -> None:
+    """Ctrl-Z in a terminal, a debugger, a laptop that sleeps: no rank is to blame."""
+    code = (
+        "import sys; from zoo import sim\n"
+        "def fn(rank):\n"
+        "    if rank == 0:\n"
+        "        print('computes', flush=True); sys.stdin.readline()\n"
+        "sim.run(2, fn, timeout_s=4.0); print('done')"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "computes\n"
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        child.send_signal(signal.SIGCONT)
+        out, err = child.communicate("\n", timeout=60)
+    assert (out, child.returncode) == ("done\n", 0), err

@@ -180,6 +180,7 @@ def test_a_real_default_group_is_kept():
         dist.destroy_process_group()
 
 
+@pytest.mark.dear
 def test_nothing_is_left_behind():
     def state() -> tuple[object, ...]:
         return threading.active_count(), c10d._world, sys.excepthook, dist.is_initialized(), dict(c10d._world.pg_map)

@@ -60,6 +60,7 @@ def cases(draw: st.DrawFn) -> tuple[str, list[str], float, int]:
     return name, targets, draw(st.sampled_from([0.0, 0.4])), draw(st.integers(2, 4))
 
 
+@pytest.mark.dear
 @examples(times=0.1)
 @given(case=cases())
 @example(case=("llama", TARGETS["llama"], 0.4, 4))

@@ -70,6 +70,7 @@ def forward(model: Decoder, ids: torch.Tensor, recomputes: bool) -> torch.Tensor
     return out
 
 
+@pytest.mark.dear
 @given(
     kv=st.integers(1, 3), each=st.integers(1, 2), degree=st.integers(2, 4), recomputes=st.booleans(),
     way=st.sampled_from(["sdpa", "causal", "layer"]), sequence=st.booleans(),

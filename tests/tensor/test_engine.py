@@ -74,6 +74,7 @@ def run(degree: int, stage: int, data: int, steps: range, folder: str | None = N
     return sim.run(degree * data, fn, seed=0) if degree * data > 1 else [fn(0)]
 
 
+@pytest.mark.dear
 @examples(times=0.1)
 @given(
     degree=st.integers(2, 3), stage=st.integers(0, 3), data=st.sampled_from([1, 2]), then=st.integers(1, 3),
@@ -148,6 +149,7 @@ def test_a_stage_of_a_pipeline_that_sees_no_samples_is_not_waited_for() -> None:
     sim.run(6, fn, seed=0)
 
 
+@pytest.mark.dear
 def test_every_key_of_the_section_does_what_it_says() -> None:
     ids = torch.randint(11, (1, 6), generator=torch.Generator().manual_seed(1))
 
@@ -189,6 +191,7 @@ def test_every_key_of_the_section_does_what_it_says() -> None:
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.dear
 def test_deepspeeds_ways_to_say_how_a_model_is_cut() -> None:
     ids = torch.randint(11, (1, 6), generator=torch.Generator().manual_seed(1))
     rows, ends = ["self_attn.o_proj", "mlp.down_proj"], r"(self_attn\.[qkv]_proj|mlp\.(up|gate)_proj)\.weight$"

@@ -89,6 +89,7 @@ def test_every_family_is_tried() -> None:
     assert tried == set(registry.names("tensor_family")) - refused
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["bert", "bloom", "gpt2", "llama", "opt", "t5"])
 def test_models_without_a_head_have_the_same_plan(name: str) -> None:
     model = model_of(name)

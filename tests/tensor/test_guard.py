@@ -240,6 +240,7 @@ def test_a_model_whose_layers_were_wrapped_or_have_gradients_is_told() -> None:
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
 def test_another_attention_of_a_split_model_is_that_of_all_its_layers(name: str) -> None:
     """Phi-3 counts heads in its configuration, of which each attention has one of its own."""

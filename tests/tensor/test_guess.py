@@ -34,6 +34,7 @@ def same_cuts(model: nn.Module, found: Plan, expected: Plan) -> None:
                 assert found.cut(one, total, degree, rank) == expected.cut(other, total, degree, rank)
 
 
+@pytest.mark.dear
 @examples(times=2)
 @given(shape=shapes())
 @example(shape=Shape(heads=6, kv=2, layout="groups", norm=True, packed=True))
@@ -52,6 +53,7 @@ def test_the_byte_model() -> None:
     same_cuts(model, guess(model, IDS), model.tensor_plan())
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-groups", "phi3", "gptj", "bert"])
 def test_families(name: str) -> None:
@@ -64,6 +66,7 @@ def test_families(name: str) -> None:
     same_cuts(model, guess(model, input_ids=IDS, use_cache=False), known(model))
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["Roberta", "StableLm", "GPTBigCode"])
 def test_models_of_transformers_without_a_plan(name: str) -> None:
@@ -83,6 +86,7 @@ def test_models_of_transformers_without_a_plan(name: str) -> None:
     assert prove(model, config, plan, 3).outputs < 1e-13
 
 
+@pytest.mark.dear
 def test_what_the_proof_does_not_believe_is_refused() -> None:
     transformers = pytest.importorskip("transformers")
     from zoo.tensor import plan_of as known

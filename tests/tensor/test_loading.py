@@ -79,6 +79,7 @@ def test_a_rank_reads_its_boxes_and_no_more(shape: Shape, degree: int, training:
         sim.run(degree, fn, seed=0)
 
 
+@pytest.mark.dear
 @given(shape=shapes(), first=st.integers(1, 4), second=st.integers(1, 4), training=st.booleans())
 @example(shape=Shape(heads=9, kv=3), first=2, second=4, training=False)
 @example(shape=Shape(heads=6, kv=2, layout="groups"), first=4, second=3, training=False)

@@ -257,6 +257,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "policy"), POLICIES)
 def test_policies_for_models_of_a_family_are_proved(family: str, policy: Any) -> None:
     model = pytest.importorskip("tests.tensor.hub").model_of(family)

@@ -59,6 +59,7 @@ def train(pipe: int, data: int, tensor: int, stage: int, tied: bool) -> tuple[li
     return numbers, found
 
 
+@pytest.mark.dear
 @examples(times=0.2)
 @given(
     pipe=st.integers(1, 2), data=st.integers(1, 2), tensor=st.integers(1, 3), stage=st.integers(0, 3),

@@ -78,6 +78,7 @@ WRONG: dict[str, tuple[str, Callable[[Plan], Plan], str]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_plans_are_refused_with_what_differs(case: str) -> None:
     name, change, told = WRONG[case]
@@ -117,6 +118,7 @@ def test_plans_with_another_attention_are_proved_apart() -> None:
         prove(class_of(name), config, plan_of(model_of(name)), 2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "kind",
     ["BertModel", "BertForSequenceClassification", "BertForTokenClassification", "LlamaModel", "T5EncoderModel",

@@ -96,6 +96,7 @@ def test_compiled_blocks_compute_the_same(sequence: bool) -> None:
     assert len(run_ranks(2, compiled, sequence)) == 2
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_plain_torch_optimizer_gets_sums_of_gradients(sequence: bool) -> None:
     """Where heads are uneven, ranks have parts of the gradients of keys and values."""
@@ -128,6 +129,7 @@ def test_a_plain_torch_optimizer_gets_sums_of_gradients(sequence: bool) -> None:
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("degree", "sequence"), [(1, False), (2, False), (3, True)])
 def test_the_norm_of_gradients_is_that_of_the_whole_model(degree: int, sequence: bool) -> None:
     """torch's own function sees this rank's parts, and would clip each rank by another number."""

@@ -69,6 +69,7 @@ def trained(model: Any, *, between: bool) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_layers_that_transformers_computes_again_have_their_tokens(name: str, reentrant: bool) -> None:
@@ -85,6 +86,7 @@ def test_layers_that_transformers_computes_again_have_their_tokens(name: str, re
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 6), (6, 5, 2), (4, 1)])
 def test_layers_that_are_computed_again_have_the_tokens_of_their_own_forward(

@@ -37,6 +37,7 @@ def weights_of(logits: torch.Tensor) -> torch.Tensor:
     return torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(5))
 
 
+@pytest.mark.dear
 @given(shape=shapes(), degree=st.integers(1, 5), training=st.booleans(), sequence=st.booleans())
 @example(shape=Shape(heads=9, kv=3), degree=2, training=True, sequence=True)
 @example(shape=Shape(heads=9, kv=3, layout="parts"), degree=4, training=False, sequence=False)

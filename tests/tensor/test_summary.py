@@ -52,6 +52,7 @@ def test_it_is_what_a_split_model_has_and_sends(shape: Shape, degree: int) -> No
     sim.run(degree, fn, seed=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3"])
 def test_of_experts_it_counts_what_they_return(name: str) -> None:
     """Their hidden features may be more than those of the model."""
@@ -72,6 +73,7 @@ def test_of_experts_it_counts_what_they_return(name: str) -> None:
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.dear
 def test_the_command_prints_plan_bytes_and_messages(tmp_path: Path) -> None:
     llama().config.save_pretrained(tmp_path)
     result = CliRunner().invoke(app, ["tensor", "plan", str(tmp_path), "--tp", "2", "--tokens", "10"])

@@ -50,6 +50,7 @@ def run(out: Path, world: int = 1, task: type[TinyTask] = TinyTask, stage: int =
     return sim.run(world, job) if world > 1 else [job(0)]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_run_is_the_same(tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     unread, on_device = [], Clipping.factors_on_device
@@ -120,3 +121,10 @@ def test_data_that_ends_for_good_loses_no_step(tmp_path: Path) -> None:
         }, steps=20)  # fmt: skip
     assert latest_tag(tmp_path / "out" / "checkpoints") == "step_00000005"
     assert [line["step"] for line in lines(tmp_path / "out")] == [1, 2, 3, 4, 5]
+
+
+def test_the_model_goes_to_the_device_of_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task makes it on the CPU. Here it goes to a device that nothing can be trained on, which is said."""
+    monkeypatch.setattr("zoo.train.job.local_device", lambda: torch.device("meta"))
+    with pytest.raises(Exception, match="meta"):
+        run(tmp_path)

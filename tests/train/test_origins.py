@@ -43,6 +43,7 @@ def test_a_run_leaves_what_it_was(tmp_path: Path, stage: int) -> None:
     assert line["step_s"] > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("steps", "timed"), [(1, 1), (2, 2), (6, 3)])
 def test_one_step_is_told_in_time_on_every_rank(tmp_path: Path, steps: int, timed: int) -> None:
     sim.run(2, lambda rank: train(config(tmp_path / "run", 2, steps=steps), registry=registry()))

@@ -67,6 +67,7 @@ def test_no_validation_byte_is_in_a_training_window() -> None:
     assert 0.05 < float((seen >= 2).double().mean()) < 0.1
 
 
+@pytest.mark.dear
 def test_the_standard_librarys_text_is_always_the_same_and_large() -> None:
     first, second = standard_library_text(), standard_library_text()
     assert first.sha256 == second.sha256

@@ -16,6 +16,7 @@ from zoo.examples.byte_lm import load
 from zoo.train import read_config, train
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("degree", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_tensor_ranks_have_the_loss_curve_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degree: int
@@ -46,6 +47,7 @@ def test_tensor_ranks_have_the_loss_curve_without_them(
     assert len(curve(tmp_path / "cut")) == 6
 
 
+@pytest.mark.dear
 def test_stages_of_tensor_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text"
     text.write_text("a text of some length, with words. " * 300)

@@ -35,6 +35,7 @@ def run(out: Path, *, resume: bool = False, **more: Any) -> Any:
 # -- where a run writes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dear
 def test_a_run_that_is_there_is_refused_resumed_or_numbered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -98,6 +99,7 @@ def test_what_is_pruned_is_never_the_latest_nor_half_there(tmp_path: Path) -> No
 # -- the end of the data ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dear
 def test_data_that_ends_for_good_ends_the_run_with_what_was_trained(tmp_path: Path) -> None:
     packed = {"enabled": True, "max_tokens": 12, "lr_scaling_method": "none"}  # 4 samples of 3: 16 micro-batches
 
@@ -179,6 +181,7 @@ def _as(registry_: Any, name: str, factory: Any) -> Any:
 # -- a step again -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("stage", [0, 3])
 def test_every_step_runs_again_to_the_same_bits(tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -213,6 +216,7 @@ def test_what_cannot_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # -- signals ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_and_resuming_is_never_having_stopped(tmp_path: Path, number: signal.Signals) -> None:
     run(tmp_path / "whole")
@@ -261,6 +265,7 @@ def test_a_second_interrupt_is_one() -> None:
 # -- forecast beside measurement --------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_run_ends_with_the_forecast_beside_what_was_measured(
     tmp_path: Path, stage: int, capsys: pytest.CaptureFixture[str]
@@ -279,6 +284,7 @@ def test_a_run_ends_with_the_forecast_beside_what_was_measured(
 # -- weights to begin with, and those that are left -------------------------------------------------------------------
 
 
+@pytest.mark.dear
 def test_the_model_that_is_left_loads_with_safetensors(tmp_path: Path) -> None:
     sim.run(2, lambda rank: train(config(tmp_path, 2), registry=registry()))
     net = Net()
@@ -287,6 +293,7 @@ def test_the_model_that_is_left_loads_with_safetensors(tmp_path: Path) -> None:
     assert result["model"] == "model/model.safetensors"
 
 
+@pytest.mark.dear
 def test_a_warm_start_from_a_file_with_other_names_and_rows(tmp_path: Path) -> None:
     run(tmp_path / "first", steps=3)
     weights = load_file(tmp_path / "first" / "model" / "model.safetensors")
@@ -336,6 +343,7 @@ def test_a_partial_warm_start(tmp_path: Path) -> None:
 # -- what a reader found ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_finished_run_can_be_resumed(tmp_path: Path, stage: int) -> None:
     changes = {"zero_optimization.stage": stage}
@@ -400,6 +408,7 @@ def test_a_replay_writes_into_no_monitor_and_takes_nan_for_nan(tmp_path: Path) -
     assert {p: p.read_bytes() for p in (tmp_path / "monitor").rglob("*") if p.is_file()} == written
 
 
+@pytest.mark.dear
 def test_pythons_and_numpys_random_numbers_come_from_the_seed(tmp_path: Path) -> None:
     import random
 
@@ -429,6 +438,7 @@ def test_pythons_and_numpys_random_numbers_come_from_the_seed(tmp_path: Path) ->
         assert replay(tmp_path / "a", step, registry=own).differences == ()
 
 
+@pytest.mark.dear
 def test_steps_of_another_number_of_ranks_are_told(tmp_path: Path) -> None:
     sim.run(2, lambda rank: train(config(tmp_path, 2, steps=4), registry=registry()))
     run(tmp_path, steps=12, resume=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,27 @@ def test_a_journal_that_another_process_writes_is_not_put_aside(tmp_path: Path) 
     assert [p.name for p in tmp_path.iterdir()] == ["journal-1.jsonl"]
     put_aside(tmp_path)
     put_aside(tmp_path / "nothing")
+
+
+def test_a_line_that_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    text = """
+import resource, signal, sys
+from pathlib import Path
+from zoo.tuning import Journal, JournalError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+with Journal(Path(sys.argv[1])) as journal:
+    journal.write("begin")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60, limit[1]))
+    try:
+        journal.write("start", text="x" * 100)
+    except JournalError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    journal.write("stop")
+"""
+    made = subprocess.run(
+        [sys.executable, "-c", text, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "cannot be written to: File too large; make room, and go on with --resume" in made.stdout
+    assert [event["event"] for event in read(tmp_path / "journal.jsonl")] == ["begin", "stop"]

@@ -52,6 +52,7 @@ def on_a_rank(rank: int, values: dict[str, Any], ranks: int) -> int:
 shapes = st.fixed_dictionaries({"width": st.sampled_from([8, 33, 64]), "layers": st.sampled_from([2, 3])})
 
 
+@pytest.mark.dear
 @given(shape=shapes, draw=st.data())
 def test_nothing_that_fits_is_rejected(
     tmp_path_factory: pytest.TempPathFactory, shape: Any, draw: st.DataObject
@@ -190,3 +191,34 @@ def test_limits(tmp_path: Path) -> None:
     (tmp_path / "root/a/memory.max").write_text("1234\n")
     (tmp_path / "root/a/b/memory.max").write_text("max\n")
     assert _of_groups(tmp_path / "root", own) == [1234]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("path", "tried", "less"),
+    [
+        ("bf16.enabled", [False, True], True),
+        ("bf16.enabled", [True, False], False),
+        ("train.task.params.width", [64, 4], True),
+        ("train.task.params.layers", [2, 8], False),
+        ("optimizer.params.lr", [0.1, 0.2], None),
+    ],
+)
+def test_a_candidate_is_judged_with_its_own_settings(
+    tmp_path: Path, path: str, tried: list[Any], less: bool | None
+) -> None:
+    values = {**document(tmp_path, batch=64, width=64, rows=64), "bf16": {"enabled": False, "auto_cast": True}}
+    space = {"stage": [1], "micro": [32], path: tried}
+    together = needs_of(values, space=space, fast=True)
+    every = candidates(together.job)
+    first, second = (together.of(candidate) for candidate in every)
+    assert [first, second] == [needs_of(values, space=space, fast=True).of(candidate) for candidate in every]
+    assert not together.notes
+    assert (first.activation_bytes == second.activation_bytes) is (less is None)
+    assert (second.activation_bytes < first.activation_bytes) is bool(less)
+
+
+def test_a_data_set_that_a_setting_makes_smaller_is_counted(tmp_path: Path) -> None:
+    space = {"stage": [0], "micro": [32], "train.task.params.rows": [64, 16]}
+    needs = needs_of(document(tmp_path, batch=32), space=space, fast=True)
+    assert [needs.of(c).refused[:27] for c in candidates(needs.job)] == ["", "the data set has 16 samples"]

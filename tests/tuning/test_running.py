@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tuning.tasks import document
+from tests.tuning.tasks import document, registry
 
-from zoo.tuning import Found, NothingRanError, resume, tune
+from zoo.train.config import read_document
+from zoo.tuning import Candidate, Found, Job, NothingRanError, Processes, resume, tune
 from zoo.tuning.journal import read
 from zoo.tuning.running import collect
 from zoo.tuning.trial import _waited_s, is_memory_error
@@ -61,6 +62,27 @@ def test_what_ranks_come_to(tmp_path: Path) -> None:
     assert (late.status, late.why) == ("timeout", "did not end within 5 s")
     said(tmp_path, 1, status="memory", why="MemoryError: no room", at=2.0)
     assert collect(tmp_path, [1, 1], timeout_s=5.0, took_s=1.0).status == "memory"
+
+
+def test_a_step_that_was_waiting_all_the_time_took_its_wall_time(tmp_path: Path) -> None:
+    said(tmp_path, 0, steps_s=[1.0, 2.0], waits_s=[1.0, 2.5], peak_bytes=10)
+    assert collect(tmp_path, [0], timeout_s=None, took_s=1.0).steps_s == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_trials_on_the_cpu_see_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    made = read_document(document(tmp_path), registry=registry())
+    base = Candidate(stage=0, micro=8, accumulation=1)
+    of = Job(ranks=1, batch=8, base=base, num_parameters=1, device=device)
+    started = tmp_path / "server"  # in the place of Python: it keeps what it was given
+    started.write_text(f"#!/bin/sh\nenv > {tmp_path}/env\n")
+    started.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(started))
+    with Processes(document=made, job=of, folder=tmp_path / "trials") as processes:
+        assert "is gone" in processes.run(1, base, 5.0).why
+    lines = (tmp_path / "env").read_text().splitlines()
+    assert f"CUDA_VISIBLE_DEVICES={'' if device == 'cpu' else '0,1'}" in lines
 
 
 def test_a_rank_that_says_nothing(tmp_path: Path) -> None:

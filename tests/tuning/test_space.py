@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from tests.profiles import examples
 from tests.tuning.fakes import BASE, job
 
 from zoo.tuning import Candidate, SpaceError, candidates
+from zoo.tuning.needs import settings
 from zoo.tuning.space import divisors, meshes
 
 
@@ -74,6 +76,19 @@ def test_the_section_names_values_dimensions_and_paths() -> None:
         ({"micro": [0]}, "a number of samples"),
         ({"mesh": [{"data": 3}]}, "whose product is the number of ranks, 2"),
         ({"mesh": [{"expert": 2}]}, "of pipe, data, tensor"),
+        ({"mesh": [{"data": "two"}]}, r'mesh has \{"data": "two"\}; .* whole numbers, at least 1'),
+        ({"mesh": [{"data": None}]}, "whole numbers, at least 1"),
+        ({"mesh": [{"data": 2.9}]}, "whole numbers, at least 1"),
+        ({"mesh": [{"data": 2, "pipe": True}]}, "whole numbers, at least 1"),
+        ({"mesh": [{"data": -2, "tensor": -1}]}, "whole numbers, at least 1"),
+        ({"mesh": [[1, 2, 1]]}, "sizes of axes"),
+        ({"stage": []}, r"autotuning\.space\.stage has no values; name at least one"),
+        ({"comm.check": []}, r"autotuning\.space\.comm\.check has no values"),
+        ({"zero_optimization.stage": [3]}, "the space has the name stage for it"),
+        ({"zero_optimization.offload_optimizer": [None]}, "the space has the name offload for it"),
+        ({"mesh.axes.data": [2]}, "the space has the name mesh for it"),
+        ({"train_micro_batch_size_per_gpu": [2]}, "the space has the name micro for it"),
+        ({"autotuning.fast": [True]}, "a trial does not read the section autotuning"),
         ({"offload": ["nvme"]}, "nvme_path"),
         ({"checkpointing": [1]}, "true or false"),
         ({"micro": [3]}, "there is no candidate"),
@@ -87,3 +102,35 @@ def test_what_cannot_be_searched_is_named(space: dict[str, object], said: str) -
 def test_the_first_candidate_is_what_the_configuration_says() -> None:
     assert candidates(job())[0] == BASE
     assert BASE not in candidates(job(space={"stage": [3]}))
+
+
+def test_every_path_that_a_candidate_sets_has_the_name_of_its_dimension() -> None:
+    many = {"ranks": 8, "batch": 64, "tensor": True, "pipe": True, "device": "cuda", "nvme": "/nvme"}
+    paths = {path for c in candidates(job(**many)) for path in settings(c, job(**many))}
+    assert len(paths) == 15
+    kept = {"mesh", "train_batch_size"}  # a dimension itself, and what is not searched
+    kept |= {path for path in paths if path.endswith("nvme_path")}  # set to what the configuration says
+    for path in paths - kept:
+        with pytest.raises(SpaceError, match="the space has the name"):
+            candidates(job(space={path: [1]}))
+
+
+@given(st.sampled_from([2, 4, 8]), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_the_largest_micro_batches_are_those_of_a_ranks_share(ranks: int, power: int, least: int, wide: bool) -> None:
+    share = 2**power
+    made = job(ranks=ranks, batch=share * ranks, fast=True, base=Candidate(
+        stage=1, micro=1, accumulation=share, mesh=(1, ranks, 1),
+    ))  # fmt: skip
+    bounded = replace(made, least_micro=least if share >= least else 1, most_micro=1000 if wide else None)
+    found = {c.micro for c in candidates(bounded)} - {1}
+    assert found == set([n for n in divisors(share) if n >= bounded.least_micro][-3:]) - {1}
+
+
+def test_bounds_of_micro_batches() -> None:
+    made = job(ranks=8, batch=64, fast=True, base=Candidate(stage=1, micro=8, accumulation=1, mesh=(1, 8, 1)))
+    plain = candidates(made)
+    assert {c.micro for c in plain} == {2, 4, 8}
+    assert candidates(replace(made, least_micro=2)) == candidates(replace(made, most_micro=1000)) == plain
+    assert {c.micro for c in candidates(replace(made, most_micro=4))} == {1, 2, 4}
+    with pytest.raises(SpaceError, match="between the bounds"):
+        candidates(replace(made, least_micro=9))

@@ -17,6 +17,8 @@ from zoo.config import ConfigError, load
 from zoo.train import read_config
 from zoo.tuning import Candidate, JournalError, NothingRanError, Outcome, Processes, resume, tune
 
+TASK = "tests.tuning.tasks:MlpTask"
+
 
 def searched(values: dict[str, Any], runner: Any = None, **options: Any) -> Any:
     return tune(values, registry=registry(), runner=runner or FakeRunner(), **options)
@@ -111,6 +113,69 @@ def test_mistakes_are_told_before_anything_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({"stage": [4]}, "it is 0, 1, 2 or 3"),
+        ({"mesh": [{"data": "two"}]}, "whole numbers"),
+        ({"schedule": ["1f2b"]}, "1f2b"),
+        ({"optimizer.parms.lr": [1]}, r"no candidate can run\. Why: .*optimizer\.parms"),
+        ({"optimizer.params.lr": [0.1, "much"]}, r'has "much" for optimizer\.params\.lr, with which no candidate'),
+        ({"train.task.params.width": [8, -1]}, r"has -1 for train\.task\.params\.width, with which no candidate"),
+        ({"train.task.params.size": [8]}, r"no candidate can run\. Why: .*size"),
+    ],
+)
+def test_a_mistake_in_the_space_leaves_nothing_and_puts_nothing_aside(
+    tmp_path: Path, space: dict[str, Any], said: str
+) -> None:
+    values = document(tmp_path)
+    values["autotuning"]["space"] = space
+    with pytest.raises(ValueError, match=said):
+        searched(values)
+    assert not (tmp_path / "results").exists()
+    searched({**values, "autotuning": {**values["autotuning"], "space": {}}})
+    before = (tmp_path / "results" / "journal.jsonl").read_bytes()
+    values["autotuning"]["overwrite"] = True
+    with pytest.raises(ValueError, match=said):
+        searched(values)
+    assert (tmp_path / "results" / "journal.jsonl").read_bytes() == before
+
+
+def test_a_registry_that_trials_cannot_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trials are processes of their own, which have zoo\.registry\.DEFAULT"):
+        tune(document(tmp_path), registry=registry())
+    assert not (tmp_path / "results").exists()
+    searched(document(tmp_path))
+    with pytest.raises(ValueError, match="trials are processes of their own"):
+        resume(tmp_path / "results", registry=registry())
+
+
+@pytest.mark.dear
+def test_searches_with_results_of_the_same_last_name_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Path] = []
+
+    def run(self: Processes, number: int, candidate: Candidate, timeout_s: float) -> Outcome:
+        seen.append(self.folder)
+        return FakeRunner().run(number, candidate, timeout_s)
+
+    monkeypatch.setattr(Processes, "run", run)
+    monkeypatch.chdir(tmp_path)
+    values = document(tmp_path)
+    for where in ("first/out", "second/out"):
+        values["autotuning"] |= {"results_dir": where, "tuner_num_trials": 2}
+        tune(values, task=TASK)
+    values["autotuning"] |= {"results_dir": str(tmp_path / "first" / "out"), "overwrite": True}
+    tune(values, task=TASK)
+    first, second, again = seen[0], seen[2], seen[-1]
+    assert first.parent == second.parent
+    assert first != second
+    assert first.name.startswith("out-")
+    assert again == first
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_that_may_not_be_written_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
@@ -124,6 +189,7 @@ def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
         searched(document(tmp_path))
 
 
+@pytest.mark.dear
 def test_every_key_of_the_section_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, float]] = []
 
@@ -138,7 +204,7 @@ def test_every_key_of_the_section_does_what_it_says(tmp_path: Path, monkeypatch:
         values = document(tmp_path / str(len(list(tmp_path.iterdir()))), batch=64)
         plain = {"tuner_type": "gridsearch", "tuner_early_stopping": None}
         values["autotuning"] |= {**plain, **keys}
-        return tune(values, registry=registry())
+        return tune(values, task=TASK)
 
     (tmp_path / "none").mkdir()
     found = with_keys(start_profile_step=4, end_profile_step=7, least_s=0.25, timeout_s=9.0, ranks=2)
@@ -168,6 +234,7 @@ def test_documented_keys_are_taken() -> None:
     assert (section.metric, section.tuner_num_trials, section.fast) == ("latency", 7, True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -190,6 +257,7 @@ def test_the_command_says_what_is_wrong_in_a_sentence(tmp_path: Path, arguments:
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("line", "changes", "said"),
     [
@@ -211,3 +279,21 @@ def test_a_journal_whose_values_were_changed_is_refused(
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
     with pytest.raises(JournalError, match=said):
         resume(tmp_path / "results", registry=registry(), runner=FakeRunner())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"minutes": -1}, "autotuning.minutes: given -1 (int); allowed: greater than 0"),
+        ({"tuner_num_trials": "many"}, "autotuning.tuner_num_trials: given 'many' (str); allowed: int"),
+        ({"space": {"stage": 1}}, "autotuning.space.stage: given 1 (int); allowed: a valid list"),
+        ({"nothing": 1}, "autotuning.nothing: unknown key"),
+    ],
+)
+def test_a_wrong_section_is_a_sentence_with_its_path(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    values = document(tmp_path, batch=16)
+    values["autotuning"] |= given
+    with pytest.raises(ConfigError) as caught:
+        searched(values)
+    assert said in str(caught.value)
+    assert not (tmp_path / "results").exists()

@@ -22,6 +22,7 @@ def drives_of(case: Case) -> list[Drive]:
     return found
 
 
+@pytest.mark.dear
 @given(cases())
 @example(Case(stage=3, max_bytes=500, prefetch=0, keep=0))
 @example(Case(stage=3, world=4, hpz=True, max_bytes=500))

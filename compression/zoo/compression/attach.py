@@ -139,13 +139,14 @@ def _compressed(original: type) -> type:
         return found
     own: Callable[..., Any] = original.forward  # type: ignore[attr-defined]
     inherited: Callable[..., Any] = original.__reduce_ex__
+    changed = _changed_eagerly()
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         attached = self.__dict__.get(_KEY)
         if attached is None or not attached.active:
             return own(self, *args, **kwargs)
-        return _changed_eagerly(self, attached, own, args, kwargs)
+        return changed(self, attached, own, args, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         made = inherited(self, protocol)
@@ -194,8 +195,12 @@ def _changed(module: nn.Module, attached: Attached, own: Callable[..., Any], arg
     return output if outputs is None else _with_output(module, outputs, output)
 
 
-_changed_eagerly: Callable[..., Any] = torch.compiler.disable(_changed)  # type: ignore[no-untyped-call]
-"""A graph that is compiled breaks here; what is inert compiles whole."""
+@functools.cache
+def _changed_eagerly() -> Callable[..., Any]:
+    """A graph that is compiled breaks there; what is inert compiles whole. Made when a first class is: it brings the
+    compiler."""
+    found: Callable[..., Any] = torch.compiler.disable(_changed)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _through(module: nn.Module, transforms: Iterable[Transform], value: Any) -> Any:

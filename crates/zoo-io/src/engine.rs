@@ -12,10 +12,11 @@ use crate::backend::threads::Blocking;
 use crate::backend::uring::{RingOptions, Uring};
 use crate::driver::{Counters, Driver, Habits};
 use crate::error::{Direction, Error, errno_of, strerror};
-use crate::file::Target;
+use crate::file::{File, Target};
 use crate::gds::{self, CuFile, Registration, Route};
+use crate::memory::{self, Returning};
 use crate::op::{Buffer, Op, Pending, Report, Request, Ticket, Tracker};
-use crate::plan::Plan;
+use crate::plan::{Plan, is_multiple};
 use crate::queue::{MAX_WORKERS, Queue, Sleepers};
 use crate::sync::{Alarm, Mutex, lock};
 use crate::sys::{self, EventFd};
@@ -144,6 +145,7 @@ struct Shared {
     tracker: Arc<Tracker>,
     counters: Arc<Counters>,
     died: Mutex<Option<String>>,
+    returning: Returning,
 }
 
 impl Shared {
@@ -277,6 +279,7 @@ impl Engine {
             tracker: Arc::default(),
             counters: Arc::default(),
             died: Mutex::new(None),
+            returning: Returning::default(),
         });
         let (threads, next) = (std::sync::Mutex::default(), AtomicU64::new(0));
         Ok(Engine { shared, threads, next, block: settings.block_size as u64, name, cufile: None })
@@ -321,6 +324,13 @@ impl Engine {
         let start = request.buffer.start();
         let plan = Plan::new(direction, &request.target, request.offset, len, start as u64, self.block);
         let plan = if route.is_some() { plan.of_gpu() } else { plan };
+        let in_place = |file: &Arc<File>| file.alignment().is_some_and(|of| is_multiple(start as u64, of.memory));
+        if route.is_none()
+            && request.target.files().iter().any(in_place)
+            && memory::find(start as usize, request.buffer.len()).is_none()
+        {
+            self.shared.returning.comes(start as usize, request.buffer.len());
+        }
         let (id, tracker) = (self.next.fetch_add(1, Ordering::Relaxed), Arc::clone(&self.shared.tracker));
         let op = Op::new(id, request, start, route, tracker);
         self.shared.counters.operations.fetch_add(1, Ordering::Relaxed);

@@ -84,7 +84,7 @@ impl Plan {
     }
 }
 
-const fn is_multiple(value: u64, align: u64) -> bool {
+pub(crate) const fn is_multiple(value: u64, align: u64) -> bool {
     value & (align - 1) == 0
 }
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from zoo.comm import local_device
+
 __all__ = [
     "MODEL_PARALLEL",
     "CudaRNGStatesTracker",
@@ -23,11 +25,6 @@ MODEL_PARALLEL = "model-parallel-rng"
 OFFSET = 2718
 """Between the seed of the default state and that of tensor rank 0's own one, as in Megatron-LM and DeepSpeed, so that
 a run repeats the numbers of theirs."""
-
-
-def default_device() -> torch.device:
-    """Whose generator random states are of: the GPU of this process where there is one, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def state_of(device: torch.device) -> torch.Tensor:
@@ -72,7 +69,7 @@ class CudaRNGStatesTracker:
     def device(self) -> torch.device:
         """Whose generator the states are of."""
         if self._device is None:
-            self._device = default_device()
+            self._device = local_device()
         return self._device
 
     @device.setter

@@ -230,57 +230,94 @@ def _leave() -> None:
 
 @app.command()
 def forecast(
-    config: Annotated[Path, typer.Argument(help="A configuration of zoo train; with --gpus, a model's config.json.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 1,
-    rank: Annotated[int, typer.Option(min=0, help="Whose figures.")] = 0,
-    device: Annotated[str, typer.Option(help="Where the model computes: cpu or cuda.")] = "cpu",
+    config: Annotated[
+        Path,
+        typer.Argument(
+            help="As of zoo train: a file or an example; with --gpus also a model's config.json or its folder, or "
+            "MODULE:FUNCTION that gives a model or its configuration."
+        ),
+    ],
+    ranks: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks.", show_default="1")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Whose figures.", show_default="0")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where the model computes: cpu or cuda.", show_default="cuda with --hardware, else cpu"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    task: Task = None,
     peak: Annotated[bool, typer.Option("--peak", help="And the most that is allocated at once, by a dry run.")] = False,
     set_: Set = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Forecast time on so many, without them.")] = None,
     machine: Annotated[
         str | None, typer.Option("--hardware", help="By name, or a file; h100 by default, with --gpus.")
     ] = None,
-    software: Annotated[str, typer.Option(help="eager, or lean: no time between kernels.")] = "eager",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 256,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    software: Annotated[
+        str | None, typer.Option(help="eager, or lean: no time between kernels.", show_default="eager")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step.", show_default="256")] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence.", show_default="4096, or as many as the model has")
+    ] = None,
     tensor: Annotated[int | None, typer.Option(min=1, help="Ranks of the tensor axis.")] = None,
     pipeline: Annotated[int | None, typer.Option(min=1, help="Stages of the pipeline.")] = None,
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="Of ZeRO.")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of one.")] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective or full.")] = None,
     tokens: Annotated[float | None, typer.Option(min=1, help="To train on: days and GPU-hours.")] = None,
-    hours_between_failures: Annotated[float, typer.Option(help="Of one GPU.")] = 50_000.0,
-    checkpoint_s: Annotated[float, typer.Option(help="That a checkpoint stops training.")] = 30.0,
-    restart_s: Annotated[float, typer.Option(help="From a failure to the next step.")] = 600.0,
+    hours_between_failures: Annotated[float | None, typer.Option(help="Of one GPU.", show_default="50000")] = None,
+    checkpoint_s: Annotated[
+        float | None, typer.Option(help="That a checkpoint stops training.", show_default="30")
+    ] = None,
+    restart_s: Annotated[
+        float | None, typer.Option(help="From a failure to the next step.", show_default="600")
+    ] = None,
 ) -> None:
     """Print what a step of CONFIG will hold and move on each rank: memory by tier, bytes on the wire and on NVMe.
 
-    With --gpus N: what a step of a transformer (a Hugging Face config.json) will hold and how long it will take on N
-    GPUs, in the fastest layout that fits or in the one that is asked for.
+    With --hardware: how long it takes, too; of jobs for which there is no formula, from a run under virtual time.
+    With --gpus N: what a step of a transformer will hold and how long it will take on N GPUs, in the fastest layout
+    that fits or in the one that is asked for.
     """
     with one_sentence(shared=True):
-        from zoo.cli.forecasting import forecast_of_model, refuse, table
+        from zoo.cli.forecasting import forecast_of_model, refuse, refuse_model, table
 
         wanted: dict[str, Any] = {
             "tensor": tensor, "pipeline": pipeline, "stage": stage, "micro-batch": micro_batch, "recompute": recompute,
         }  # fmt: skip
-        refuse(gpus, of_models={**wanted, "tokens": tokens}, of_jobs={"peak": peak or None, "set": set_ or None})
+        others = {
+            "batch": batch, "tokens": tokens, "hours-between-failures": hours_between_failures,
+            "checkpoint-s": checkpoint_s, "restart-s": restart_s,
+        }  # fmt: skip
+        of_jobs = {"peak": peak or None, "set": set_ or None, "ranks": ranks, "rank": rank, "device": device}
+        refuse(gpus, of_models={**wanted, "seq": seq, **others}, of_jobs=of_jobs)
+        if gpus is None and machine is None and software is not None:
+            raise ValueError("--software is of a forecast of time: give --hardware too, or leave it out.")
         if gpus is not None:
             document = forecast_of_model(
-                str(config), gpus=gpus, batch=batch, seq=seq, machine=machine or "h100", tokens=tokens,
-                software=software,
-                given={k.replace("-", "_"): v for k, v in wanted.items() if v is not None}, restart_s=restart_s,
-                hours_between_failures=hours_between_failures, checkpoint_s=checkpoint_s,
+                str(file_or_example(config)), gpus=gpus, seq=seq, task=task, machine=machine or "h100",
+                software=software or "eager", given=_as_named(wanted), **_as_named(others),
             )  # fmt: skip
             typer.echo(json.dumps(document, indent=1) if as_json else table(document))
             return
         from zoo.train import forecast as make
         from zoo.train.config import read_document
+        from zoo.train.tasks import with_task
 
-        read = read_document(config, set_ or ()).load(ranks)
-        found = make(read, ranks=ranks, rank=rank, device=device, hardware=machine, software=software, peak=peak)
+        refuse_model(config)
+        ranks, rank = ranks or 1, rank or 0
+        if rank >= ranks:
+            raise ValueError(f"rank={rank} of {ranks} ranks; it is from 0 to {ranks - 1}.")
+        with with_task(task) as more:
+            read = read_document(file_or_example(config), (*(set_ or ()), *more)).load(ranks)
+            found = make(
+                read, ranks=ranks, rank=rank, device=device, hardware=machine, software=software or "eager", peak=peak
+            )
         typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else found.table())
+
+
+def _as_named(options: dict[str, Any]) -> dict[str, Any]:
+    """Those that are given, as names of arguments."""
+    return {name.replace("-", "_"): value for name, value in options.items() if value is not None}
 
 
 @app.command()
@@ -303,8 +340,12 @@ def profile(
     MODULE:FUNCTION returns a model, or (model, args, kwargs). Models of transformers are profiled without values.
     """
     with one_sentence(shared=True):
+        from zoo.cli.bench.results import check_writable
         from zoo.cli.profiling import profile_of, write
 
+        for file in (json_file, flame_file):
+            if file is not None:
+                check_writable(file)
         profiler = profile_of(
             model, shape=shape, batch=batch, seq=seq, backward=backward, meta=meta, peak_tflops=peak_tflops or None
         )
@@ -322,7 +363,10 @@ def explain(
 
         known, found = find(message)
         if not found:
-            raise ValueError("no message of the index is like that; docs/reference/messages.md has all of them.")
+            raise ValueError(
+                "no message of the index is like that; docs/reference/messages.md has all of them. "
+                "Most messages of zoo say after a semicolon what to do."
+            )
         if not known:
             typer.echo("not one of the index; the nearest are:\n")
         typer.echo("\n\n".join(map(str, found)))
@@ -356,6 +400,7 @@ def explain_configuration(
         ),
     ],
     set_: Set = None,
+    given: Annotated[bool, typer.Option("--given", help="Of a file: leave out default values.")] = False,
 ) -> None:
     """Print every value of CONFIG and where it came from; or what KEY does, its type and its default."""
     with one_sentence(shared=True):
@@ -365,8 +410,9 @@ def explain_configuration(
         if not config.is_file() and config.suffix not in (".json", ".yaml", ".yml") and "/" not in what:
             from zoo.config.keys import explain_key
 
-            if set_:
-                raise ValueError(f"--set goes with a configuration, and {what!r} is no file; leave it out.")
+            if set_ or given:
+                name = "--set" if set_ else "--given"
+                raise ValueError(f"{name} goes with a configuration, and {what!r} is no file; leave it out.")
             typer.echo(explain_key(what))
             return
 
@@ -374,9 +420,9 @@ def explain_configuration(
         if "train" in document.values:
             from zoo.train import read_config
 
-            typer.echo(read_config(config, set_ or ()).explain())
+            typer.echo(read_config(config, set_ or ()).explain(given=given))
         else:
-            typer.echo(document.load().explain())
+            typer.echo(document.load().explain(given=given))
 
 
 @config_app.command()

@@ -25,6 +25,7 @@ def _group() -> None:
 
 @app.command()
 def report(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="MODULE:FUNCTION, a configuration of zoo train, or an example such as byte_lm.")
     ],
@@ -50,8 +51,9 @@ def report(
     with one_sentence(shared=False):
         from zoo.cost import read_hardware
 
-        hardware = read_hardware(machine)
-        if Path(model).is_file() or ":" not in model:
+        hardware, of_configuration = read_hardware(machine), Path(model).is_file() or ":" not in model
+        _refuse(context, of_configuration=of_configuration)
+        if of_configuration:
             whole, found = _of_configuration(model, set_ or [])
         else:
             whole, found = _of_function(
@@ -69,11 +71,28 @@ def report(
             typer.echo(out)
 
 
+def _refuse(context: typer.Context, *, of_configuration: bool) -> None:
+    """Options that would have no effect."""
+    of_functions = ("shape", "stage", "live", "prefetch", "bucket", "persist")
+    for name in of_functions if of_configuration else ("set_",):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            what, other = "MODULE:FUNCTION", "a configuration is changed by --set KEY=VALUE"
+            if not of_configuration:
+                what, other = (
+                    "a configuration",
+                    "those of a function are --stage, --live, --prefetch, --bucket, --persist",
+                )
+            raise ValueError(f"--{name.rstrip('_')} is for {what}; leave it out ({other}).")
+
+
 def _of_function(name: str, shape: str | None, **options: Any) -> tuple[WholeGraph, Recording]:
-    from zoo.cli.profiling import call_of_function, first_tensor
+    from zoo.cli.profiling import call_of_function, first_tensor, output_of
     from zoo.compile import compile_whole
     from zoo.compile.timeline import recording
     from zoo.zero import ZeroOptimizer
+
+    first_tensor(output_of(*call_of_function(name, shape)))  # what cannot be is said here, before anything traces it
 
     def train(rank: int) -> tuple[WholeGraph, Recording]:
         net, args, kwargs = call_of_function(name, shape)

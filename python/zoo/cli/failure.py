@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 USER_ERROR = 2
 """Exit code for what the user can fix."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR)  # what a disk or a path cannot take
+_PATHS = (  # what a disk or a path cannot take
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
 FAILURE = 1
 """Exit code for everything else."""
 
@@ -52,7 +54,7 @@ def one_sentence(*, shared: bool) -> Iterator[None]:
 
 def is_user_error(error: Exception) -> bool:
     """Whether the sentence alone tells what to do: no traceback needed."""
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if isinstance(error, OSError) and error.errno in _PATHS:
         return True
     return isinstance(error, (ValueError, NotImplementedError, FileNotFoundError, IsADirectoryError, PermissionError))
 

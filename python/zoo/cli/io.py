@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zoo.cli.failure import FAILURE, one_sentence
+from zoo.cost.writing import write_whole
 
 if TYPE_CHECKING:
     from zoo.io.bench import Measurement, Sweep
@@ -73,7 +74,7 @@ def bench(
             measure.plot(found, plot)
         text = measure.as_json(sweep, found)
         if json_ is not None:
-            json_.write_text(text + "\n")
+            write_whole(json_, text + "\n")
         typer.echo('"aio": ' + measure.best(found).model_dump_json(indent=2))
 
 

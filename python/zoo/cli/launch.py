@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +16,19 @@ from zoo.cli.failure import one_sentence
 PORT = 29500
 """Of rank 0, where launchers on several nodes are told no other."""
 
+_COMMAND = ("script", "arguments", "module", "no_python", "num_nodes", "num_gpus", "write")
+_WRITTEN = {*_COMMAND, "master_port", "grace_s", "image"}
+_HOSTS = {*_COMMAND, "hostfile", "include", "exclude"}
+"""What a written job, and a written file of hosts, has in a form of its own."""
+_PASSED_ON = {
+    "include", "exclude", "log_dir", "show", "bind_cores", "max_restarts", "start_s", "finish_s", "hang_s",
+    "as_deepspeed",
+}  # fmt: skip
+"""What the launchers of a written job are told as it was told here."""
+
 
 def launch(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python program.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="...", help="Its arguments.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
@@ -70,10 +82,11 @@ def launch(
 
     Options come before SCRIPT. What fails first is named at the end; nothing is left running, however it ends.
     """
+    kind = ["-m"] if module else ["--no-python"] if no_python else []
     with one_sentence(shared=True):
         if write is not None and write.suffix in (".sbatch", ".yaml", ".yml"):
-            kind = ["-m"] if module else ["--no-python"] if no_python else []
-            _write(write, [*kind, script, *(arguments or ())], num_nodes, num_gpus, master_port, image)
+            command = [*_given(context, write, _WRITTEN, _PASSED_ON), *kind, script, *(arguments or ())]
+            _write(write, command, num_nodes, num_gpus, master_port, image, grace_s)
             return
         from zoo.launch.job import Job
         from zoo.launch.supervisor import Supervisor
@@ -83,17 +96,18 @@ def launch(
         if place is not None:
             more |= {"node": place.rank, "nodes": place.num_nodes}
             master_addr = master_addr or place.address
-            master_port = master_port or int(os.environ.get("MASTER_PORT", PORT))
+            master_port = master_port or _port_of_environment()
             hosts, devices = _here(include, exclude, num_gpus)
         else:
             hosts, devices = _hosts(hostfile, include, exclude, num_nodes, num_gpus)
         if write is not None:
             from zoo.launch import scripts
 
+            _given(context, write, _HOSTS)
             write.write_text(scripts.hostfile({host: len(slots) for host, slots in hosts.items()}), encoding="utf-8")
             return
         job = Job(
-            command=[*(["-m"] if module else ["--no-python"] if no_python else []), script, *(arguments or ())],
+            command=[*kind, script, *(arguments or ())],
             hosts=hosts, devices=devices, environment=_environment(hosts, as_deepspeed), cores=bind_cores,
             log_dir=None if log_dir is None else str(log_dir.absolute()), shown=_shown(show), address=master_addr,
             port=master_port, max_restarts=max_restarts, min_nodes=min_nodes, start_s=start_s, grace_s=grace_s,
@@ -106,9 +120,30 @@ def launch(
     raise SystemExit(code)
 
 
+def _given(context: typer.Context, file: Path, known: set[str], passed_on: Set[str] = frozenset()) -> list[str]:
+    """Options of the command line among ``passed_on``, as a command has them.
+
+    Raises:
+        ValueError: some are neither among these nor among ``known``.
+    """
+    given = [
+        one for one in context.command.params
+        if getattr(context.get_parameter_source(one.name), "name", "") == "COMMANDLINE"
+    ]  # fmt: skip
+    names = {one.name: max(one.opts, key=len) for one in given}
+    if wrong := [name for key, name in names.items() if key not in known | passed_on]:
+        raise ValueError(
+            f"{', '.join(wrong)} cannot be written into {file}; leave {'them' if wrong[1:] else 'it'} out, or start "
+            "the job without --write."
+        )
+    words = ((name, context.params[key]) for key, name in names.items() if key in passed_on)
+    return [name if value is True else f"{name}={value}" for name, value in words]
+
+
 def _write(
-    file: Path, command: list[str], nodes: int | None, ranks: int | None, port: int | None, image: str | None
-) -> None:
+    file: Path, command: list[str], nodes: int | None, ranks: int | None, port: int | None, image: str | None,
+    grace_s: float,
+) -> None:  # fmt: skip
     """A file of a batch system; its ranks are those of GPUs unless CUDA_VISIBLE_DEVICES is empty."""
     from zoo.launch import exports, scripts
 
@@ -116,7 +151,7 @@ def _write(
         raise ValueError(f"{file} needs to know how many ranks a node has; give --num_gpus, and --num_nodes.")
     batch = scripts.Batch(
         name=re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-"), nodes=nodes or 1, ranks=ranks, command=command,
-        gpus=os.environ.get("CUDA_VISIBLE_DEVICES") != "", port=port or PORT,
+        grace_s=grace_s, gpus=os.environ.get("CUDA_VISIBLE_DEVICES") != "", port=port or PORT,
         environment=exports.exported({}, files=exports.environment_files(os.environ)),
     )  # fmt: skip
     if file.suffix == ".sbatch":
@@ -167,6 +202,13 @@ def _node(rank: int | None, nodes: int | None) -> Any:
         return discovery.Node("--node_rank", rank, nodes or 1, os.environ.get("MASTER_ADDR"))
     found = discovery.node(os.environ)
     return found if found is not None and found.num_nodes > 1 else None
+
+
+def _port_of_environment() -> int:
+    text = os.environ.get("MASTER_PORT", str(PORT))
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"the environment has MASTER_PORT={text!r}; a number belongs there, or give --master-port.")
+    return int(text)
 
 
 def _environment(hosts: dict[str, list[int]], as_deepspeed: bool) -> dict[str, str]:

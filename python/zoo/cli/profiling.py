@@ -43,7 +43,7 @@ def profile_of(
     profiler.start_profile()
     try:
         with torch.set_grad_enabled(backward):
-            out = net(*args, **kwargs)
+            out = output_of(net, args, kwargs)
             if backward:
                 first_tensor(out).sum().backward()  # type: ignore[no-untyped-call]
     finally:
@@ -75,6 +75,29 @@ def _of_transformers(path: Path, batch: int, seq: int) -> Call:
     raise ValueError(f"{type(net).__name__} cannot be called without values: {why}.")
 
 
+def function_of(name: str) -> Any:
+    """What MODULE:FUNCTION names, found from the working directory or where packages are.
+
+    Raises:
+        ValueError: it is not of that form, or there is none.
+    """
+    module, colon, function = name.partition(":")
+    if not colon or not module or not function:
+        raise ValueError(f"{name!r} is no model; it is {_FORM}.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        raise ValueError(f"there is no module {module!r}; {name!r} is not {_FORM}.") from None
+    except AttributeError as error:
+        if error.name != function:
+            raise
+        raise ValueError(f"the module {module} has no {function!r}.") from None
+
+
 def call_of_function(name: str, shape: str | None) -> Call:
     """The model that MODULE:FUNCTION returns, and what it is called with.
 
@@ -86,21 +109,11 @@ def call_of_function(name: str, shape: str | None) -> Call:
     """
     import torch
 
-    module, colon, function = name.partition(":")
-    if not colon or not module or not function:
-        raise ValueError(f"{name!r} is no model; it is {_FORM}.")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    make = function_of(name)
     try:
-        made = getattr(importlib.import_module(module), function)()
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise
-        raise ValueError(f"there is no module {module!r}; {name!r} is not {_FORM}.") from None
-    except AttributeError as error:
-        if error.name != function:
-            raise
-        raise ValueError(f"the module {module} has no {function!r}.") from None
+        made = make()
+    except Exception as error:
+        raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
     net, *rest = made if isinstance(made, tuple) else (made,)
     args: Any = rest[0] if rest else ()
     kwargs: Any = rest[1] if len(rest) > 1 else {}
@@ -122,15 +135,43 @@ def _sizes(shape: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def output_of(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a model returns.
+
+    Raises:
+        ValueError: it cannot be called with these.
+    """
+    try:
+        return net(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        given = [*map(_described, args), *(f"{name}: {_described(value)}" for name, value in kwargs.items())]
+        why = (str(error) or "no message").splitlines()[0]
+        raise ValueError(
+            f"the model cannot be called with {', '.join(given)}: {type(error).__name__}: {why}"
+        ) from error
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {','.join(map(str, value.shape)) or 'one value'}"
+    return f"a {type(value).__name__}"
+
+
 def first_tensor(out: Any) -> Tensor:
-    """The tensor to go backward from."""
+    """The tensor to go backward from.
+
+    Raises:
+        ValueError: there is none.
+    """
     if isinstance(out, Tensor):
         return out
     values = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, (tuple, list)) else []
     for value in values:
         if isinstance(value, Tensor) and value.requires_grad:
             return value
-    raise ValueError(f"--backward of a model that returns a {type(out).__name__} without a tensor that has a gradient.")
+    raise ValueError(
+        f"the model returns a {type(out).__name__}, without a tensor that has a gradient: there is no backward of it."
+    )
 
 
 def write(profile: Profile, json_file: Path | None, flame_file: Path | None) -> None:

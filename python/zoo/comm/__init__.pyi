@@ -45,6 +45,9 @@ from .launch import (
     init_distributed as init_distributed,
 )
 from .launch import (
+    local_device as local_device,
+)
+from .launch import (
     speak_as_torchrun as speak_as_torchrun,
 )
 from .log import (

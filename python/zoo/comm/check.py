@@ -1,4 +1,4 @@
-"""The fingerprint check: do all ranks of a group issue the same collective? And blocks in which there is none."""
+"""The fingerprint check: do all ranks of a group issue the same collective? And blocks without them, or values."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_values_count: ContextVar[bool] = ContextVar("zoo_comm_values_count", default=True)
 _alone: ContextVar[bool] = ContextVar("zoo_comm_alone", default=False)
 
 
@@ -29,6 +30,21 @@ def check_allowed(comm: object) -> None:
     """Raise NotImplementedError inside of :func:`no_collectives`."""
     if _alone.get():
         raise NotImplementedError(f"a collective of {comm!r} in a forward that this rank makes alone.")
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Tensors inside have memory and mean nothing: whoever compares values of ranks leaves it."""
+    token = _values_count.set(False)
+    try:
+        yield
+    finally:
+        _values_count.reset(token)
+
+
+def values_count() -> bool:
+    """Whether values mean something: not inside of :func:`without_values`."""
+    return _values_count.get()
 
 
 class CollectiveMismatchError(ValueError):

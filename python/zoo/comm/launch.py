@@ -33,8 +33,9 @@ class Place:
 
     rank: int
     world_size: int
-    local_rank: int
+    local_rank: int | None
     local_world_size: int | None
+    """Both None where the launcher does not tell."""
     launcher: str
     address: str | None
     """Host of rank 0, None where the launcher does not tell."""
@@ -103,6 +104,12 @@ def init_distributed(
     return _ranks()
 
 
+def local_device() -> torch.device:
+    """Where this process computes: its current GPU, which :func:`init_distributed` has chosen (a program that joins by
+    itself calls ``torch.cuda.set_device``); the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def join_alone() -> None:
     """A process group of this process only, where no launcher has started others and none is joined: what calls
     ``torch.distributed`` itself then works as in a job of one rank. Where it cannot be made, a warning says why.
@@ -137,7 +144,7 @@ def _place(rank: int, world_size: int, discovers: bool) -> Place | None:
             f"init_distributed got rank={rank}, world_size={world_size}; give both, 0 <= rank < world_size."
         )
     if rank >= 0:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        local = _number(os.environ, "LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
         return Place(rank, world_size, local, None, "by hand", None)
     return discover(os.environ, others=discovers)
 
@@ -171,7 +178,7 @@ def discover(variables: Mapping[str, str], *, others: bool = True) -> Place | No
             local_ranks = _number(variables, local_size) if local_size in variables else None
             ranks = _number(variables, size)
             return Place(
-                _number(variables, rank), ranks, _number(variables, local) if local in variables else 0, local_ranks,
+                _number(variables, rank), ranks, _number(variables, local) if local in variables else None, local_ranks,
                 launcher, _address(variables, ranks, local_ranks),
             )  # fmt: skip
     return None
@@ -203,13 +210,30 @@ def first_node(nodes: str) -> str:
 
 def _join(place: Place, backend: str | None, init_method: str | None, port: int, timeout: timedelta) -> None:
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if backend == "nccl":
-        torch.cuda.set_device(place.local_rank)
+    if torch.cuda.is_available():  # whatever the backend: two may be one, and gloo carries tensors of GPUs too
+        torch.cuda.set_device(_device_of(place, alone="nccl" in backend))
     _tell(place, init_method, port)
     dist.init_process_group(
         backend, init_method=init_method or "env://", timeout=timeout, rank=place.rank, world_size=place.world_size
     )
     leave_at_exit()
+
+
+def _device_of(place: Place, *, alone: bool) -> int:
+    """The GPU of a process. A launcher that shows each its own one has chosen already; where it does not tell the rank
+    on this host, ranks are taken to lie host by host.
+
+    Raises:
+        ValueError: ranks that each need a GPU of their own (``alone``) are more than there are.
+    """
+    count = torch.cuda.device_count()
+    local = place.local_rank if place.local_rank is not None else place.rank % count
+    if local >= count > 1 and alone:
+        raise ValueError(
+            f"this process is rank {local} of its host ({place.launcher}) and sees {count} GPUs; ranks that talk over "
+            f"nccl need one each. Start at most {count} on this host, or show each its own by CUDA_VISIBLE_DEVICES."
+        )
+    return local % count
 
 
 def leave_at_exit() -> None:
@@ -289,10 +313,11 @@ def speak_as_torchrun(port: int = PORT) -> None:
 
 def _tell(place: Place, init_method: str | None, port: int) -> None:
     if place.launcher not in ("torchrun", "by hand"):
-        said = {"RANK": place.rank, "WORLD_SIZE": place.world_size, "LOCAL_RANK": place.local_rank}
-        said |= {} if place.local_world_size is None else {"LOCAL_WORLD_SIZE": place.local_world_size}
+        said: dict[str, int | None] = {"RANK": place.rank, "WORLD_SIZE": place.world_size}
+        said |= {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_world_size}
         for name, value in said.items():
-            os.environ.setdefault(name, str(value))
+            if value is not None:
+                os.environ.setdefault(name, str(value))
         if init_method is None and place.address is None and "MASTER_ADDR" not in os.environ:
             raise ValueError(
                 f"{place.launcher} started {place.world_size} ranks on several hosts and does not tell where rank 0 "

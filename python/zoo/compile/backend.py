@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx
@@ -36,13 +36,8 @@ def alive(reference: Callable[[], T | None]) -> T:
     return found
 
 
-class Run(Protocol):
-    """Runs a compiled graph."""
-
-    def __call__(
-        self, plan: GraphPlan, compiled: Callable[[list[Any]], Any], values: list[Any], *, backward: bool
-    ) -> Any:
-        """``compiled(values)``, with what belongs around it."""
+Run = Callable[..., Any]
+"""Runs a compiled graph: (plan, compiled, values, backward=) → ``compiled(values)``, with what belongs around it."""
 
 
 def compile_graph(
@@ -145,6 +140,8 @@ class _Maker:
             self._name_inputs(part.graph)
             self._plan.num_returned = len(values_of(part.graph))
             rewritten = self._passed(part, backward=False)
+        # Which values the caller gets, in whose strides: inductor has said it of torch's own graph.
+        rewritten.graph.output_node().meta |= part.graph.output_node().meta
         mode = torch._guards.detect_fake_mode(list(given))
         order = torch.zeros(1, dtype=torch.int64)
         order = order if mode is None else mode.from_tensor(order)
@@ -152,6 +149,8 @@ class _Maker:
             node.meta.setdefault("val", order)
         remade = self._plan.remade if backward else {}
         names = [node.name for node in placeholders(rewritten.graph)]
+        if backward:
+            _keep_memory(names, remade)
         given = [remade[name].value if name in remade else value for name, value in zip(names, given, strict=False)]
         return rewritten, [*given, order]
 
@@ -199,6 +198,15 @@ class _Maker:
         return run
 
 
+def _keep_memory(inputs: Sequence[str], remade: Collection[str]) -> None:
+    """Code of a backward graph may write its results over values that nobody needs any more. Some are parameters now,
+    of which torch does not know."""
+    context = torch._guards.TracingContext.try_get()
+    known = context.fw_metadata if context is not None else None
+    if known is not None and known.bw_donated_idxs:
+        known.bw_donated_idxs = [number for number in known.bw_donated_idxs if inputs[number] not in remade]
+
+
 def _partitioner(partition: Callable[..., Any]) -> Any:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -209,7 +217,7 @@ def _partitioner(partition: Callable[..., Any]) -> Any:
             return partition(gm, joint_inputs, **options)
 
         def uuid(self) -> str:
-            return "zoo.compile"
+            return "zoo.compile 2"  # another number where code that is remembered would be wrong
 
         def __reduce__(self) -> Any:
             return str, (self.uuid(),)

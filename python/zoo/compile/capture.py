@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -82,7 +83,7 @@ class Captured:
     def over_at(self, bucket: Bucket) -> int | None:
         """The call at whose backward nothing needs a bucket any more: the latest that ended before the first that uses
         it began; None: after the graph."""
-        begins = min(call.begins for call in self.calls if bucket in call.buckets)
+        begins = min((call.begins for call in self.calls if bucket in call.buckets), default=-1)
         return next((number for number in self.backs() if self.calls[number].ends < begins), None)
 
 
@@ -224,15 +225,47 @@ def _body(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, Sequenc
     return body, [a for a in node.args[1:] if not (isinstance(a, fx.Node) and a.op == "get_attr")]
 
 
+_ATEN = torch.ops.aten
+_UNSAID: frozenset[Any] = frozenset(
+    {_ATEN._unsafe_view.default, _ATEN.unsafe_split.Tensor, _ATEN.unsafe_split_with_sizes.default, _ATEN.lift.default}
+)
+"""Views of which autograd is not to know: their schemas do not say it."""
+CASTS: frozenset[Any] = frozenset(
+    {_ATEN._to_copy.default, torch.ops.prims.convert_element_type.default, _ATEN.to.dtype}
+)
+"""What gives a tensor in another dtype."""
+_COPIES = CASTS | {_ATEN.clone.default, _ATEN.lift_fresh_copy.default}
+
+
+def is_view(target: Any) -> bool:
+    """Whether what an operation gives is memory of what it is given."""
+    if target in _UNSAID:
+        return True
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
 def alias_of(node: fx.Node) -> bool:
     """Whether what a node gives is memory of what it is given."""
-    target: Any = node.target
-    if target is not None and getattr(target, "__name__", "") == "getitem":
-        return isinstance(node.args[0], fx.Node) and alias_of(node.args[0])
-    schema = getattr(target, "_schema", None)
-    if schema is None:
-        return False
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return is_view(_made_by(node))
+
+
+def copies(node: fx.Node) -> bool:
+    """Whether a node gives what it is given, in another shape or dtype perhaps, in other memory."""
+    target = _made_by(node)
+    return target in _COPIES or torch.Tag.view_copy in getattr(target, "tags", ())
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether it writes to what it is given."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _made_by(node: fx.Node) -> Any:
+    """The operation that gives it; of one of several tensors, the one that gives all of them."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.target
 
 
 def readers(place: fx.Node) -> Iterator[fx.Node]:

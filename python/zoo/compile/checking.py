@@ -11,7 +11,7 @@ from torch import fx
 from zoo.compile.capture import alias_of, readers
 from zoo.compile.ops import ACCUMULATE, BACK, ENTER, EVENTS, LEAVE
 from zoo.compile.passes.keep import made_of_parameter
-from zoo.compile.plan import GraphPlan, output_of, placeholders, values_of
+from zoo.compile.plan import GraphPlan, placeholders, values_of
 from zoo.shard.buckets import Bucket
 
 _NAMES = {ENTER: "enter", LEAVE: "leave", BACK: "back to"}
@@ -100,7 +100,7 @@ def _check_reads(
     graph: fx.Graph, plan: GraphPlan, at: dict[fx.Node, int], events: dict[tuple[Any, Any], int]
 ) -> None:  # fmt: skip
     """Of partitioned parameters, and what of them leaves the graph."""
-    outputs = set(output_of(graph).all_input_nodes)
+    outputs = set(graph.output_node().all_input_nodes)
     partitioned = {place: found for place, found in plan.parameters(graph).items() if found[0].partitioned}
     for place, (bucket, slot) in partitioned.items():
         name, spans = bucket.called(slot), _spans(events, plan, bucket, last=len(at))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from zoo.config import Section
+from zoo.config import Config, Section
 from zoo.config.fates import Fate, refused, unnecessary
 from zoo.config.section import OWN
 
@@ -17,6 +19,12 @@ _ONE_MEMORY = (
     "what waits for backward, parameters and states live where activation_checkpointing, offload_param and "
     "offload_optimizer say; no pass over a graph moves them"
 )
+
+_NOT_HERE = {
+    "autosp": "sequences are split by DistributedAttention and UlyssesSPAttentionHF",
+    "autotp": "layers are split by the section tensor_parallel",
+}
+"""Of DeepSpeed's ``passes``, what does it."""
 
 
 class CompileConfig(Section):
@@ -38,12 +46,42 @@ class CompileConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of ``torch.compile``: ``dynamic``, ``mode``, ``options``."""
 
-    passes: list[str] = Field(default_factory=list)
-    """With ``deepcompile``: names of passes of one's own (``register_compile_pass``), after zoo's."""
+    passes: list[str] | None = None
+    """With ``deepcompile``: names of passes of one's own (``register_compile_pass``), after zoo's. null: none. Of
+    DeepSpeed's, "z1" and "z3" are what zoo's do at every stage."""
 
     schedule: Annotated[list[tuple[int, list[str]]] | None, OWN] = None
     """With ``deepcompile``: which passes run from which update on, [[0, ["keep", "place"]], …]. null: zoo's, and
     ``passes``."""
+
+    @classmethod
+    def translate(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """``passes`` without those that DeepSpeed names there."""
+        given = raw.get("passes")
+        if not isinstance(given, list):
+            return raw, ()
+        for name, instead in _NOT_HERE.items():
+            if name in given:
+                raise ValueError(f"passes names {name}, and no pass of zoo splits a model: {instead}. Leave it out")
+        stages = [name for name in given if name in ("z1", "z3")]
+        if not stages:
+            return raw, ()
+        note = f"passes names {', '.join(stages)}: zoo's own passes do that at every stage"
+        return {**raw, "passes": [name for name in given if name not in stages]}, (note,)
+
+    def contradictions(self, config: Config) -> Iterable[str]:
+        for name, given in (("passes", self.passes or None), ("schedule", self.schedule)):
+            if given is not None and not self.deepcompile:
+                yield (
+                    f"compile.{name} is {given!r}, and units are compiled, not one graph that passes run over; set "
+                    f"compile.deepcompile = true, or leave {name} out"
+                )
+        if self.passes and self.schedule is not None:
+            yield (
+                "compile.passes and compile.schedule are both set, and a schedule says all of the passes; name "
+                f"{', '.join(self.passes)} in its lists, and leave passes out"
+            )
+        yield from wrong_arguments(self.kwargs, "compile.kwargs")
 
     fates: ClassVar[Mapping[str, Fate]] = {
         **{
@@ -64,3 +102,34 @@ class CompileConfig(Section):
         "keep_int_input_tensors": unnecessary("inputs stay as long as torch keeps them", True),
         "keep_all_input_tensors": unnecessary("inputs stay as long as torch keeps them", False),
     }
+
+
+def wrong_arguments(kwargs: Mapping[str, Any], where: str) -> Iterable[str]:
+    """What is wrong with further arguments of ``torch.compile``, a sentence each; ``where`` they are given."""
+    for name in kwargs.keys() & {"dynamic", "fullgraph", "disable"}:
+        if kwargs[name] is not None and not isinstance(kwargs[name], bool):
+            yield f"{where}: {name}= is True or False, and not {kwargs[name]!r}"
+    if "backend" in kwargs:
+        yield f"{where} has backend; write it as compile.backend"
+    others = kwargs.keys() - {"backend"}
+    if others:
+        from torch import compile as of_torch
+
+        allowed = inspect.signature(of_torch).parameters.keys() - {"model", "backend"}
+        for name in sorted(others - allowed):
+            yield f"{where} has {name}, which torch.compile does not take: allowed are {', '.join(sorted(allowed))}"
+
+
+def check_backend(backend: Any, where: str) -> None:
+    """Raise ValueError where ``torch.compile`` has no backend of that name; ``where`` it is given, with its value."""
+    if not (isinstance(backend, str) or callable(backend)):
+        raise ValueError(f"{where}: give the name of a backend, or a function.")
+    if callable(backend):
+        return
+    from torch.compiler import list_backends
+
+    if backend not in (names := list_backends(exclude_tags=())):
+        known = [name for name in names if not name.endswith("_TESTING_ONLY")]
+        near = difflib.get_close_matches(backend, known, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"{where}: torch.compile has no such backend; it has {', '.join(known)}{meant}")

@@ -45,9 +45,10 @@ class PassContract:
     def __post_init__(self) -> None:
         for name in ("requires", "adds", "preserves", "conflicts"):
             given = getattr(self, name)
-            if isinstance(given, str) or not isinstance(given, Iterable):
+            names = None if isinstance(given, str) or not isinstance(given, Iterable) else frozenset(given)
+            if names is None or not all(isinstance(one, str) for one in names):
                 raise TypeError(f"PassContract({name}={given!r}): give a set of names, such as {{'events'}}.")
-            object.__setattr__(self, name, frozenset(given))
+            object.__setattr__(self, name, names)
         unknown = self.preserves - PROMISES
         if unknown:
             raise ValueError(
@@ -78,7 +79,7 @@ def register_compile_pass(name: str, apply: Pass, contract: PassContract | None 
     Raises:
         ValueError: the name is none. TypeError: it is no function, or the contract is none.
     """
-    if not name.isidentifier():
+    if not str(name).isidentifier():
         raise ValueError(f"the name of a pass is an identifier, not {name!r}.")
     if not callable(apply):
         raise TypeError(f"the pass {name!r} is a {type(apply).__name__}; give a function of a graph and a plan.")

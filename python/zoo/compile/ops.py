@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 LIBRARY: Any = torch.library.Library("zoo_compile", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _event in ("enter_", "leave_", "back_"):
+_EVENTS = "enter_", "leave_", "back_"
+for _event in _EVENTS:
     LIBRARY.define(f"{_event}(Tensor(a!) order, Tensor(b!)[] values, int call) -> ()")
 LIBRARY.define("accumulate(Tensor(a!) order, Tensor gradient, int bucket, int slot) -> ()")
 LIBRARY.define("mark(Tensor[] outputs, int unit, bool begins, bool grad, bool known) -> ()")
@@ -30,14 +32,9 @@ LIBRARY.define("mark(Tensor[] outputs, int unit, bool begins, bool grad, bool kn
 class Execution(Protocol):
     """One execution of a graph on this rank."""
 
-    def enter(self, call: int) -> None:
-        """The forward of this call of a unit begins: what it uses is here afterwards."""
-
-    def leave(self, call: int) -> None:
-        """It is over."""
-
-    def back(self, call: int) -> None:
-        """The backward of this call is next."""
+    def turn(self, event: str, call: int) -> None:
+        """The forward of this call of a unit begins ("enter_"): what it uses is here afterwards; or it is over
+        ("leave_"); or the backward of this call is next ("back_")."""
 
     def accumulate(self, gradient: torch.Tensor, bucket: int, slot: int) -> None:
         """Add to the gradient of a parameter."""
@@ -74,16 +71,8 @@ def _now() -> Execution:
     return _RUNNING.executions[-1]
 
 
-def _enter(order: torch.Tensor, values: Sequence[torch.Tensor], call: int) -> None:
-    _now().enter(call)
-
-
-def _leave(order: torch.Tensor, values: Sequence[torch.Tensor], call: int) -> None:
-    _now().leave(call)
-
-
-def _back(order: torch.Tensor, values: Sequence[torch.Tensor], call: int) -> None:
-    _now().back(call)
+def _turn(event: str, order: torch.Tensor, values: Sequence[torch.Tensor], call: int) -> None:
+    _now().turn(event, call)
 
 
 def _accumulate(order: torch.Tensor, gradient: torch.Tensor, bucket: int, slot: int) -> None:
@@ -94,8 +83,9 @@ def _fake(*_: object) -> None:
     """Nothing comes of them."""
 
 
-for _name, _carry_out in {"enter_": _enter, "leave_": _leave, "back_": _back, "accumulate": _accumulate}.items():
-    for _key in ("CPU", "CUDA"):
+for _name in (*_EVENTS, "accumulate"):
+    _carry_out = partial(_turn, _name) if _name in _EVENTS else _accumulate
+    for _key in ("CPU", "CUDA", "SparseCPU", "SparseCUDA"):  # the gradient of a table may be sparse
         LIBRARY.impl(_name, _carry_out, _key)
     torch.library.register_fake(f"zoo_compile::{_name}", _fake, lib=LIBRARY)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zoo.compile.capture import NotWholeError
+from zoo.compile.capture import NotWholeError, writes
 from zoo.compile.ops import ACCUMULATE
 
 
@@ -80,8 +80,7 @@ def _is_random(node: fx.Node) -> bool:
 
 def _writes(node: fx.Node) -> bool:
     """Whether it writes to its inputs. Gradients that are taken come in any order."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and target is not ACCUMULATE
+    return writes(node) and node.target is not ACCUMULATE
 
 
 def _chain(nodes: Iterable[fx.Node], after: dict[fx.Node, list[fx.Node]]) -> None:

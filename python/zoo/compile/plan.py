@@ -77,19 +77,13 @@ def placeholders(graph: fx.Graph) -> Iterator[fx.Node]:
     return (node for node in graph.nodes if node.op == "placeholder")
 
 
-def output_of(graph: fx.Graph) -> fx.Node:
-    """What it returns."""
-    found: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
-    return found
-
-
 def values_of(graph: fx.Graph) -> list[Any]:
     """What it returns, one by one."""
-    returned: Any = output_of(graph).args[0]
+    returned: Any = graph.output_node().args[0]
     return list(returned)
 
 
 def return_values(graph: fx.Graph, values: list[Any]) -> None:
     """Return these."""
-    output = output_of(graph)
+    output = graph.output_node()
     output.args = (tuple(values) if isinstance(output.args[0], tuple) else values,)

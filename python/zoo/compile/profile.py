@@ -22,7 +22,7 @@ from torch import fx
 
 from zoo.compile.capture import alias_of
 from zoo.compile.ops import ACCUMULATE, BACK, ENTER, EVENTS
-from zoo.compile.plan import GraphPlan, output_of
+from zoo.compile.plan import GraphPlan
 from zoo.cost import Device, Work, pass_s
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -98,7 +98,7 @@ class _Live:
         self._now = 0
         self._ends: dict[fx.Node, list[int]] = {}  # by the node that is the last to need something: its bytes
         last: dict[fx.Node, fx.Node] = {}
-        output = output_of(graph)
+        output = graph.output_node()
         for node in graph.nodes:
             for used in node.all_input_nodes:
                 last[_owner(used)] = node

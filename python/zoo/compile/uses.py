@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,16 +12,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CASTS: frozenset[Any] = frozenset(
-    {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default, torch.ops.aten.to.dtype}
-)
-"""What gives a tensor in another dtype."""
+from zoo.compile.capture import CASTS, is_view
+from zoo.shard.placement.precision import COMPUTES
 
 
 def use_dtypes(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, torch.dtype]:
-    """By name, the dtype to which everything that reads a parameter casts it first.
+    """By name, the dtype of fewer bytes to which everything that reads a parameter casts it first.
 
-    Parameters that something reads as they are, or in two dtypes, are left out; ``Precision(gather=...)`` takes the
+    Parameters that something reads otherwise, or in two dtypes, are left out; ``Precision(gather=...)`` takes the
     others. The forward runs once without values, in the autocast context of the caller::
 
         with torch.autocast("cuda", torch.bfloat16):
@@ -27,9 +27,13 @@ def use_dtypes(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, torch.d
         optimizer = ZeroOptimizer(model, stage=3, precision=Precision(gather=found))
 
     Raises:
-        ValueError: parameters have no values here: they are partitioned already.
+        ValueError: parameters have no values here: they are partitioned already; or the forward asks for a value.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+    )
 
     from zoo.shard.buckets import bucket_of
 
@@ -50,9 +54,29 @@ def use_dtypes(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, torch.d
         for fake, names in _by_fake(fakes, named):
             watch.follow(fake, names)
         args, kwargs = pytree.tree_unflatten(given, structure)
-        with watch:
-            torch.func.functional_call(model, values, args, kwargs, tie_weights=False)
+        try:
+            with watch, _left_as_it_was(model):
+                torch.func.functional_call(model, values, args, kwargs, tie_weights=False)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                f"use_dtypes() runs the forward of {type(model).__name__} without values, and it asks for one (by "
+                f"{error}). Name the parameters that it casts: Precision(gather={{name: torch.bfloat16}})."
+            ) from error
     return {name: dtype for name, (dtype, *more) in watch.uses.items() if dtype is not None and not more}
+
+
+@contextlib.contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """What a forward leaves in its modules (a table that is made once) has no values: it goes again."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    inside = [value for _, found in attributes for value in found.values() if type(value) in (dict, list, set)]
+    contents = [(value, value.copy()) for value in inside]
+    try:
+        yield
+    finally:
+        for now, before in (*attributes, *contents):
+            now.clear()
+            (now.extend if isinstance(now, list) else now.update)(before)
 
 
 def _by_fake(fakes: dict[int, Any], named: dict[str, nn.Parameter]) -> list[tuple[Any, list[str]]]:
@@ -82,9 +106,10 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if names is None:
                 continue
             if func in CASTS and isinstance(out, torch.Tensor):
+                fewer = out.dtype in COMPUTES and out.dtype.itemsize < value.dtype.itemsize
                 for name in names:
-                    self.uses[name].add(out.dtype if out.dtype.is_floating_point else None)
-            elif _is_view(func):
+                    self.uses[name].add(out.dtype if fewer else None)
+            elif is_view(func):
                 for made in pytree.tree_leaves(out):
                     if isinstance(made, torch.Tensor):
                         self.follow(made, names)
@@ -92,8 +117,3 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for name in names:
                     self.uses[name].add(None)
         return out
-
-
-def _is_view(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

@@ -260,11 +260,15 @@ class Config(Section):
         """Where the value at a dotted path came from: a file, a dict, an override, "derived …" or "default"."""
         return self._sources.get(path, "default")
 
-    def explain(self) -> str:
-        """Every value with where it came from, one a line; then what was translated, one sentence a line."""
+    def explain(self, *, given: bool = False) -> str:
+        """Every value with where it came from, one a line; then what was translated, one sentence a line.
+
+        Args:
+            given: leave out what has its default value because nobody gave another.
+        """
         from zoo.config.explain import explain
 
-        return "\n".join([explain(self.items(), self._sources), *self._notes])
+        return "\n".join([explain(self.items(), self._sources, given=given), *self._notes])
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -10,9 +10,11 @@ from pydantic import BaseModel
 __all__ = ["explain", "rows_of"]
 
 
-def explain(items: Iterable[tuple[str, Any]], sources: Mapping[str, str]) -> str:
-    """Lines ``path = value  (source)``; a path without a source has its default value."""
+def explain(items: Iterable[tuple[str, Any]], sources: Mapping[str, str], *, given: bool = False) -> str:
+    """Lines ``path = value  (source)``; a path without a source has its default value, and is left out if ``given``."""
     found = rows_of(items, lambda path: sources.get(path, "default"))
+    if given:
+        found = [row for row in found if row[2] != "default"]
     rows = [(f"{path} = {value!r}", source) for path, value, source in found]
     width = min(max((len(text) for text, _ in rows), default=0), 64)
     return "\n".join(f"{text:<{width}}  ({source})" for text, source in rows)

@@ -61,6 +61,8 @@ def _near(key: str, tables: dict[str, list[Row]]) -> str:
     for path in sorted(paths):
         by_name.setdefault(path.rpartition(".")[2], []).append(path)
     near = difflib.get_close_matches(key, paths, 3, 0.7)
+    if len(key) >= 4:  # a part of a name, such as "prefetch"
+        near += [path for name, found in by_name.items() if key in name for path in found][:6]
     for name in difflib.get_close_matches(key.rpartition(".")[2], by_name, 3, 0.7):
         near += by_name[name][:3]
     if not near:

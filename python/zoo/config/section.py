@@ -164,6 +164,15 @@ def descriptions_of(section: type[BaseModel]) -> dict[str, str]:
 
 
 def _strings_below(owner: type) -> dict[str, str]:
+    if owner not in _strings:
+        _strings[owner] = _read_strings(owner)
+    return _strings[owner]
+
+
+_strings: WeakKeyDictionary[type, dict[str, str]] = WeakKeyDictionary()
+
+
+def _read_strings(owner: type) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
     except (OSError, TypeError, SyntaxError):  # a class made by a program: only ``description`` says anything

@@ -40,6 +40,8 @@ from .hardware import hardware_names as hardware_names
 from .hardware import read_hardware as read_hardware
 from .memory import Memory as Memory
 from .memory import memory_of as memory_of
+from .offloading import Offloading as Offloading
+from .offloading import offloading as offloading
 from .operators import Work as Work
 from .products import pass_s as pass_s
 from .products import product_s as product_s
@@ -47,6 +49,8 @@ from .programs import program_of as program_of
 from .programs import seconds_on as seconds_on
 from .reading import read_transformer as read_transformer
 from .reading import transformer_of as transformer_of
+from .simulated import SimulatedTime as SimulatedTime
+from .simulated import simulated_time as simulated_time
 from .software import EAGER as EAGER
 from .software import LEAN as LEAN
 from .software import SOFTWARE as SOFTWARE

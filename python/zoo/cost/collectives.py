@@ -104,8 +104,9 @@ def seconds(
     Inside of a node, a ring of n ranks: (n - 1) steps, twice as many for an all-reduce, of ``latency + bytes / n /
     rate``; or as it was measured. Over nodes the ring passes each node once: what a node sends leaves it through
     ``rings`` adapters, and the steps between nodes have the network's latency, those inside of a node that of its link.
-    NCCL goes on to trees where a ring's latency would be more than its bytes; a tree has 2 log2(nodes) of these steps,
-    and the lesser of both is taken (Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth"). An
+    NCCL goes on to trees where a ring's latency would be more than its bytes, and the lesser of both is taken: a tree
+    has log2(nodes) of these steps on the way up, and a node a chain (Sanders, Speck and Träff 2009, "Two-tree
+    algorithms for full bandwidth"). An all-reduce goes up and down, a gather or a reduction to parts one way. An
     all-to-all has no ring: each of a node's l ranks sends ``bytes · (n - l) / n`` straight to other nodes, in n - l
     messages, all of it through the adapters.
 
@@ -135,7 +136,7 @@ def seconds(
     rate = min(adapters * hardware.between.bytes_per_s, hardware.inside.bytes_per_s * (1 if local > 1 else math.inf))
     hops = steps // (ranks - 1)
     around = hops * ((nodes - 1) * hardware.between.latency_s + nodes * (local - 1) * hardware.inside.latency_s)
-    tree = 2 * hops * (math.log2(nodes) * hardware.between.latency_s + (local - 1) * hardware.inside.latency_s)
+    tree = hops * (math.log2(nodes) * hardware.between.latency_s + (local - 1) * hardware.inside.latency_s)
     return num_bytes * factor / rate + min(around, tree)
 
 

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from zoo.cost.events import Span, Timeline
+from zoo.cost.writing import write_whole
 
 __all__ = ["draw", "svg"]
 
@@ -29,7 +30,7 @@ def draw(timeline: Timeline, path: str | Path, *, critical: bool = False, title:
     place = Path(path)
     if place.suffix.lower() != ".svg":
         raise ValueError(f"{place}: a timeline is written as SVG; give a name that ends in .svg.")
-    place.write_text(svg(timeline, critical=critical, title=title), encoding="utf-8")
+    write_whole(place, svg(timeline, critical=critical, title=title))
 
 
 def svg(timeline: Timeline, *, critical: bool = False, title: str = "") -> str:

@@ -6,6 +6,7 @@ from who is late. So one program can be asked again with other costs: a faster l
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -87,12 +88,14 @@ class Timeline:
         ends_s: when each rank is through. computed: by rank, (from, to, name) of each computation.
         exposed_s: by rank, seconds of waiting by what was waited for. wire_s: by rank, those of them in which something
             that is waited for is under way; in the others it has not begun, because somebody is late.
+        ranks: which rank is at each place of these.
     """
 
     ends_s: tuple[float, ...]
     computed: tuple[Sequence[tuple[float, float, str]], ...]
     exposed_s: tuple[Mapping[str, float], ...]
     wire_s: tuple[float, ...]
+    ranks: tuple[int, ...] = ()
     _waits: tuple[Sequence[Span], ...] = ()
     _communications: Sequence[_Communication] = ()
     _critical: Sequence[Span] = ()
@@ -115,13 +118,18 @@ class Timeline:
     def spans(self) -> tuple[Span, ...]:
         """Computations, waits and communications, by rank and time."""
         found: list[list[Span]] = [list(waits) for waits in self._waits]
-        for rank, computed in enumerate(self.computed):
-            found[rank] += [Span(rank, "", name, start, end) for start, end, name in computed]
+        place = {rank: at for at, rank in enumerate(self.ranks)}
+        for rank, computed in zip(self.ranks, self.computed, strict=True):
+            found[place[rank]] += [Span(rank, "", name, start, end) for start, end, name in computed]
         for one in self._communications:
             first = one.first
-            for m in first.members:
-                found[m].append(Span(m, str(first.stream), first.name or first.op, one.begin_s, one.end_s))
+            for m in (m for m in first.members if m in place):
+                found[place[m]].append(Span(m, str(first.stream), first.name or first.op, one.begin_s, one.end_s))
         return tuple(span for of_rank in found for span in sorted(of_rank, key=lambda s: (s.start_s, s.end_s)))
+
+    def waits(self, rank: int) -> tuple[Span, ...]:
+        """Of one rank, by time; each has the name of what was waited for."""
+        return tuple(self._waits[self.ranks.index(rank)])
 
     def critical_s(self) -> dict[str, float]:
         """Seconds of the critical path by name."""
@@ -144,8 +152,9 @@ class Timeline:
 
 
 def simulate_events(
-    programs: Sequence[Program], cost: Callable[[Start], float], *, slower: Mapping[int, float] | None = None
-) -> Timeline:
+    programs: Sequence[Program], cost: Callable[[Start], float], *, slower: Mapping[int, float] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Timeline:  # fmt: skip
     """Run programs.
 
     A communication begins when all of its members have begun it and what each of them has on its stream before it is
@@ -153,12 +162,16 @@ def simulate_events(
 
     Args:
         programs: of each rank. cost: of a communication, from its first start. slower: factors of a rank's seconds.
+        ranks: which rank each program is of, where there is one for each role only: a member of a communication that
+            has no program comes with those that have one. That is exact where ranks of a role do the same, and their
+            communications cost the same. What comes out is by rank where it says so, else in this order.
 
     Raises:
-        EventError: ranks that wait for ever, a wait for what the rank did not begin, members that begin something twice
-            or that differ in what it is; seconds below 0.
+        EventError: two programs of one rank, a factor of a rank that has no program; ranks that wait for ever, a wait
+            for what the rank did not begin, members that begin something twice or that differ in what it is; seconds
+            below 0.
     """
-    machine = _Machine(programs, cost, slower or {})
+    machine = _Machine(programs, cost, slower or {}, ranks)
     machine.run()
     return machine.timeline()
 
@@ -166,18 +179,23 @@ def simulate_events(
 def cost_on(hardware: Hardware) -> Callable[[Start], float]:
     """What communications of ranks cost that fill the nodes of a machine in their order.
 
-    ``num_bytes`` of a start is what one rank gives, as the simulator of :mod:`zoo.sim` records it: of a gather a part.
+    ``num_bytes`` of a start is what one rank gives, as the simulator of :mod:`zoo.sim` records it: of a gather or a
+    scatter a part, of all to all what the rank gives or gets that does so the most.
     """
+
+    @functools.lru_cache(maxsize=4096)
+    def spread(members: tuple[int, ...]) -> tuple[int, int]:
+        nodes = Counter(member // hardware.ranks_per_node for member in members)
+        return len(nodes), max(nodes.values())
 
     def cost(start: Start) -> float:
         size = len(start.members)
-        nodes = Counter(member // hardware.ranks_per_node for member in start.members)
-        local = max(nodes.values())
+        num_nodes, local = spread(start.members)
         op = _NAMES.get(start.op, start.op)
         if op in ("send", "recv"):
-            link = hardware.inside if len(nodes) == 1 else hardware.between
+            link = hardware.inside if num_nodes == 1 else hardware.between
             return link.latency_s + start.num_bytes / link.bytes_per_s
-        num_bytes = start.num_bytes * (size if op == "all_gather" else 1)
+        num_bytes = start.num_bytes * (size if op == "all_gather" else 1)  # so it is of a scatter, whose root gives all
         return seconds("all_reduce" if op == "barrier" else op, max(num_bytes, 1), size, hardware, local=local)
 
     return cost
@@ -188,15 +206,27 @@ _NAMES = {
     "all_gather_into_tensor_coalesced": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter", "all_reduce_coalesced": "all_reduce",
     "all_to_all_single": "all_to_all", "monitored_barrier": "barrier", "reduce": "broadcast", "gather": "all_gather",
-    "gather_into_tensor": "all_gather", "scatter": "broadcast",
+    "gather_into_tensor": "all_gather", "scatter": "all_gather",
 }  # fmt: skip
 
 
 class _Machine:
     def __init__(
-        self, programs: Sequence[Program], cost: Callable[[Start], float], slower: Mapping[int, float]
+        self, programs: Sequence[Program], cost: Callable[[Start], float], slower: Mapping[int, float],
+        ranks: Sequence[int] | None,
     ) -> None:  # fmt: skip
-        self.programs, self.cost, self.slower = programs, cost, slower
+        self.programs, self.cost, self.some = programs, cost, ranks is not None
+        # Everything below is by place in ``programs``; this says which rank has which.
+        self.ranks = tuple(ranks) if ranks is not None else tuple(range(len(programs)))
+        self.place = {rank: at for at, rank in enumerate(self.ranks)}
+        if not len(self.place) == len(self.ranks) == len(programs):
+            raise EventError(f"there are {len(programs)} programs, and they are of the ranks {list(self.ranks)[:9]}.")
+        if absent := sorted(slower.keys() - self.place.keys()):
+            raise EventError(
+                f"slower has a factor of rank {absent[0]}, which has no program: those are of {list(self.ranks)[:9]}."
+            )
+        self.slower = {self.place[rank]: factor for rank, factor in slower.items()}
+        self.places: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.now = [0.0] * len(programs)
         self.at = [0] * len(programs)
         self.known: dict[Any, _Communication] = {}
@@ -222,9 +252,20 @@ class _Machine:
             absent = ""
             if isinstance(item, Wait):
                 found = next(f for f in map(self.known.__getitem__, item.keys) if math.isnan(f.end_s))
-                missing = [m for m in found.first.members if m not in found.posted]
+                posted = {self.ranks[at] for at in found.posted}
+                missing = [m for m in found.first.members if m not in posted and (m in self.place or not self.some)]
                 absent = f": {found.first.op} {found.first.key!r} is not begun by {missing or 'those before it'}"
-            raise EventError(f"ranks {stuck[:9]} wait for ever; rank {stuck[0]} at number {self.at[stuck[0]]}{absent}.")
+            ranks = [self.ranks[at] for at in stuck[:9]]
+            raise EventError(f"ranks {ranks} wait for ever; rank {ranks[0]} at number {self.at[stuck[0]]}{absent}.")
+
+    def _present(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """The places of the members that have programs; of all where every rank has one, so that others are missed."""
+        if not self.some:
+            return members
+        found = self.places.get(members)
+        if found is None:
+            found = self.places[members] = tuple(self.place[m] for m in members if m in self.place)
+        return found
 
     def _advance(self, rank: int, ready: deque[int]) -> None:
         program = self.programs[rank]
@@ -240,7 +281,7 @@ class _Machine:
 
     def _compute(self, rank: int, item: Compute) -> None:
         if not 0 <= item.seconds < math.inf:
-            raise EventError(f"rank {rank} computes for {item.seconds} s; it is a number of at least 0.")
+            raise EventError(f"rank {self.ranks[rank]} computes for {item.seconds} s; it is a number of at least 0.")
         end = self.now[rank] + item.seconds * self.slower.get(rank, 1.0)
         now = self.now[rank]
         self.computed[rank].append((now, end, item.name))
@@ -252,13 +293,17 @@ class _Machine:
         if found is None:
             found = self.known[item.key] = _Communication(item)
         first = found.first
-        if item.op != first.op or item.members != first.members or item.stream != first.stream:
-            raise EventError(f"rank {rank} begins {item.key!r} as {item}, another one as {first}.")
-        if rank in found.posted or rank not in item.members:
-            raise EventError(f"rank {rank} begins {item.key!r} twice, or is none of its members {item.members}.")
+        same = item.members is first.members or item.members == first.members  # tuples compare every member
+        if item.op != first.op or not same or item.stream != first.stream:
+            raise EventError(f"rank {self.ranks[rank]} begins {item.key!r} as {item}, another one as {first}.")
+        present = self._present(item.members)
+        if rank in found.posted or rank not in present:
+            raise EventError(
+                f"rank {self.ranks[rank]} begins {item.key!r} twice, or is none of its members {item.members}."
+            )
         found.posted[rank] = self.now[rank]
         self.queues.setdefault((rank, item.stream), deque()).append(item.key)
-        if len(found.posted) == len(item.members):
+        if len(found.posted) == len(present):
             self._begin(item.key, ready)
 
     def _begin(self, key: Any, ready: deque[int]) -> None:
@@ -267,7 +312,7 @@ class _Machine:
         while waiting:
             key = waiting.pop()
             found = self.known[key]
-            members, stream = found.first.members, found.first.stream
+            members, stream = self._present(found.first.members), found.first.stream
             if len(found.posted) < len(members) or any(self.queues[m, stream][0] != key for m in members):
                 continue
             last, begin, after = -1, -1.0, None
@@ -294,7 +339,7 @@ class _Machine:
         for key in item.keys:
             found = self.known.get(key)
             if found is None or rank not in found.posted:
-                raise EventError(f"rank {rank} waits for {key!r}, which it did not begin.")
+                raise EventError(f"rank {self.ranks[rank]} waits for {key!r}, which it did not begin.")
             if math.isnan(found.end_s):
                 self.waiting.setdefault(key, []).append(rank)
                 return False
@@ -310,7 +355,7 @@ class _Machine:
         last = next(key for _, over, key in awaited if over == end)
         first = self.known[last].first
         name = first.name or first.op
-        self.waits[rank].append(Span(rank, "wait", name, now, end))
+        self.waits[rank].append(Span(self.ranks[rank], "wait", name, now, end))
         self.causes[rank].append((now, end, name, last))
         self.exposed[rank][name] = self.exposed[rank].get(name, 0.0) + end - now
         self.now[rank] = end
@@ -319,7 +364,7 @@ class _Machine:
     def timeline(self) -> Timeline:
         return Timeline(
             ends_s=tuple(self.now), computed=tuple(self.computed), exposed_s=tuple(self.exposed),
-            wire_s=tuple(map(math.fsum, self.wire)), _waits=tuple(self.waits), _critical=self._path(),
+            wire_s=tuple(map(math.fsum, self.wire)), ranks=self.ranks, _waits=tuple(self.waits), _critical=self._path(),
             _communications=[one for one in self.known.values() if not math.isnan(one.end_s)],
         )  # fmt: skip
 
@@ -339,13 +384,19 @@ class _Machine:
                 break
             start, end, name, key = causes[place - 1]
             if key is None:
-                found.append(Span(rank, "", name, start, end))
+                found.append(Span(self.ranks[rank], "", name, start, end))
                 at = start
                 continue
             while key is not None:  # a communication, and those before it on the stream that held it up
                 one = self.known[key]
                 found.append(
-                    Span(one.decided_by, str(one.first.stream), one.first.name or one.first.op, one.begin_s, one.end_s)
+                    Span(
+                        self.ranks[one.decided_by],
+                        str(one.first.stream),
+                        one.first.name or one.first.op,
+                        one.begin_s,
+                        one.end_s,
+                    )
                 )
                 rank, at = one.decided_by, one.begin_s
                 key = self.queued[key]

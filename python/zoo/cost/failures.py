@@ -34,16 +34,17 @@ def goodput(*, ranks: int, hours_between_failures: float, checkpoint_s: float, r
         hours_between_failures: of one rank. checkpoint_s: 0 where they are written beside training.
 
     Raises:
-        ValueError: a number below 0; no time between failures.
+        ValueError: a number below 0; no time between failures, or one without end.
     """
     for name, value in (("checkpoint_s", checkpoint_s), ("restart_s", restart_s)):
         if not 0 <= value < math.inf:
             raise ValueError(f"goodput got {name}={value}; it is a number of at least 0.")
-    if not hours_between_failures > 0 or ranks < 1:
+    between = 3600 * hours_between_failures / ranks if ranks >= 1 else 0.0
+    if not 0 < between < math.inf:
         raise ValueError(
-            f"goodput got ranks={ranks} and hours_between_failures={hours_between_failures}; both are above 0."
+            f"goodput got ranks={ranks} and hours_between_failures={hours_between_failures}; both are above 0, and no "
+            "number is infinite."
         )
-    between = 3600 * hours_between_failures / ranks
     interval = max(math.sqrt(2 * checkpoint_s * between) - checkpoint_s, 0.0)
     whole = interval + checkpoint_s
     lost = (checkpoint_s / whole if whole else 0.0) + (restart_s + whole / 2) / between

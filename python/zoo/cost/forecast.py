@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zoo.cost.simulated import SimulatedTime
     from zoo.cost.step import StepTime
 
 __all__ = ["Forecast"]
@@ -43,6 +44,12 @@ class Forecast:
     nvme_read_bytes: int = 0
     nvme_written_bytes: int = 0
     """Traffic of a step with its forwards and backwards."""
+    to_host_bytes: int = 0
+    """Copied a step from the device to host memory: gradients of states that are not on it."""
+    to_device_bytes: int = 0
+    """Copied a step the other way: parameters that are updated or kept elsewhere, sums of gradients to be added to."""
+    host_updated: int = 0
+    """Of this rank's parameters, how many the host's processors update."""
     gathered_bytes: int = 0
     """The most bytes of parameters, split over ranks, that are whole or on their way at the same time."""
     peak_bytes: int | None = None
@@ -50,8 +57,8 @@ class Forecast:
     run was asked for."""
     micro_batches: int = 1
     """Of the step."""
-    time: StepTime | None = None
-    """How long the step takes, where hardware was given."""
+    time: StepTime | SimulatedTime | None = None
+    """How long the step takes, where hardware was given: by formulas, or by a run under virtual time."""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, and the total."""
@@ -72,6 +79,9 @@ class Forecast:
             ("page-locked", self.pinned_bytes),
             ("files on NVMe", self.nvme_files_bytes), ("read from NVMe a step", self.nvme_read_bytes),
             ("written to NVMe a step", self.nvme_written_bytes),
+            *((name, size) for name, size in (
+                ("copied to the host a step", self.to_host_bytes), ("copied to the device a step", self.to_device_bytes)
+            ) if size),
             *((f"sent a step, {op}", size) for op, size in self.wire_bytes.items()),
             *((f"to other nodes, {op}", size) for op, size in self.inter_bytes.items()),
         ]  # fmt: skip

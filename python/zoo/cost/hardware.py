@@ -13,6 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from zoo.cost.writing import write_whole
+
 __all__ = [
     "CHANNELS",
     "Channel",
@@ -109,8 +111,9 @@ class Channel:
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
-CHANNELS = ("to_device", "to_host", "disk_read", "disk_write")
-"""Between page-locked host memory and a device; between a disk and host memory, past the page cache."""
+CHANNELS = ("to_device", "to_host", "disk_read", "disk_write", "host_memory")
+"""Between page-locked host memory and a device; between a disk and host memory, past the page cache; what a rank's
+share of the processors reads and writes in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +177,8 @@ class Hardware:
             raise HardwareError(f"this is no hardware file: {said}.") from error
 
     def write(self, path: str | Path) -> None:
-        """Into a file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        """Into a file, whole or not at all."""
+        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def hardware_names() -> list[str]:

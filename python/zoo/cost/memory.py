@@ -47,12 +47,15 @@ def memory_of(
     model: Transformer, layout: Layout, *, parameter_bytes: int = 2, gradient_bytes: int = 2, state_bytes: int = 12,
     logit_bytes: int = 6,
 ) -> Memory:  # fmt: skip
-    """Bytes of a rank of the first stage, and of the last one's logits where there is one stage.
+    """Bytes of a rank of the first stage of a pipeline, or of the last one where that holds more.
+
+    The last one has the logits, and a head of its own, which is a copy of the embedding where they are tied.
 
     ZeRO's stage s divides by the ranks of ``data``: the states (s ≥ 1), the gradients (s ≥ 2), the parameters (s = 3).
     1F1B keeps what min(n, p) micro-batches of its layers need on the first of p stages; with v chunks what
     ``layers · (1 + (p - 1) / (p v))`` layers need, or what all n micro-batches need where that is less
-    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3).
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3). The last stage keeps what
+    ``layers · (1 - (p - 1) / (p v))`` layers need.
 
     Args:
         parameter_bytes, gradient_bytes, state_bytes: of one number each; 2, 2 and 12 are those of Adam with bf16.
@@ -60,13 +63,26 @@ def memory_of(
             logarithm and makes both gradients.
     """
     layout.check(model)
+    sizes = parameter_bytes, gradient_bytes, state_bytes, logit_bytes
+    ends = [_of_stage(model, layout, *sizes, last=last) for last in (False, True)[: layout.pipeline]]
+    return max(ends, key=lambda found: found.total)
+
+
+def _of_stage(
+    model: Transformer, layout: Layout, parameter_bytes: int, gradient_bytes: int, state_bytes: int, logit_bytes: int,
+    *, last: bool,
+) -> Memory:  # fmt: skip
+    """Of the last stage, or of the first one, which is both where it is alone."""
     split, p, v = layout.tensor, layout.pipeline, layout.chunks
-    parameters = (model.layers // p * model.layer_parameters + model.embedding_parameters) / split
+    table = model.vocab * model.hidden
+    outside = table if last else model.embedding_parameters
     if not model.tied and p == 1:
-        parameters += model.vocab * model.hidden / split
+        outside += table
+    parameters = (model.layers // p * model.layer_parameters + outside) / split
     parts = [layout.data if layout.stage >= s else 1 for s in (3, 2, 1)]
-    # Layers whose activations are there at the same time.
-    most = model.layers * (1 + (p - 1) / (p * v)) if v > 1 else float(model.layers)
+    # Layers whose activations are there at the same time: of 1F1B those of p micro-batches on the first stage.
+    more = (p - 1) / (p * v)
+    most = model.layers * ((1 - more) if last else (1 + more if v > 1 else 1.0))
     alive = min(most, model.layers // p * layout.micro_batches)
     kept = kept_of_layer(
         model, layout.micro_batch, tensor=split, sequence_parallel=layout.sequence_parallel, recompute=layout.recompute
@@ -82,5 +98,5 @@ def memory_of(
     return Memory(
         parameters=parameter_bytes * parameters / parts[0], gradients=gradient_bytes * parameters / parts[1],
         states=state_bytes * parameters / parts[2], activations=alive * kept + again, gathered=gathered,
-        head=logit_bytes * tokens * model.vocab / split if p == 1 else 0.0,
+        head=logit_bytes * tokens * model.vocab / split if p == 1 or last else 0.0,
     )  # fmt: skip

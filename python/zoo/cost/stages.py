@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat
 
@@ -118,6 +118,27 @@ class LayerSize:
     multiplied: int
     kept_bytes: int
     entering_bytes: int
+
+    @classmethod
+    def of_shapes(cls, parts: Iterable[tuple[Sequence[Sequence[int]], int, bool]]) -> LayerSize:
+        """From parameters: Σ a b, Σ (a + b) itemsize, and b itemsize of the first matrix.
+
+        Args:
+            parts: of each part of the layer (shapes of its own parameters, bytes of a number, whether it embeds). A
+                shape of more than two dims is a matrix of its first one by all others.
+        """
+        multiplied = kept = entering = 0
+        for shapes, itemsize, embeds in parts:
+            matrices = [(shape[0], math.prod(shape[1:])) for shape in shapes if len(shape) > 1]
+            if embeds:
+                kept += sum(columns for _, columns in matrices) * itemsize
+                continue
+            multiplied += sum(rows * columns for rows, columns in matrices)
+            width = sum(rows + columns for rows, columns in matrices) or max((math.prod(s) for s in shapes), default=0)
+            kept += width * itemsize
+            first = matrices[0][1] if matrices else width
+            entering = entering or first * itemsize
+        return cls(multiplied=multiplied, kept_bytes=kept, entering_bytes=entering)
 
 
 @dataclass(frozen=True, kw_only=True)

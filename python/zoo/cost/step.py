@@ -10,7 +10,7 @@ from zoo.cost.collectives import seconds
 from zoo.cost.hardware import Hardware
 from zoo.cost.products import pass_s, product_s
 from zoo.cost.software import LEAN, Software
-from zoo.cost.transformer import Fused, Pass, Product, Recompute, Transformer, backward_of, forward_of_layer
+from zoo.cost.transformer import Fused, Pass, Product, Recompute, Transformer, backward_of, forward_of_layer, whole
 
 __all__ = ["Layout", "StepTime", "step_time", "time_lines"]
 
@@ -39,8 +39,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "tensor", "data", "pipeline", "chunks"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"a layout got {name}={getattr(self, name)!r}; it is a whole number above 0.")
+            whole(f"a layout got {name}", getattr(self, name), least=1)
         if self.recompute not in get_args(Recompute):
             raise ValueError(
                 f"a layout got recompute={self.recompute!r}; allowed are {', '.join(get_args(Recompute))}."
@@ -80,7 +79,7 @@ _TEXTS = {
     "products_s": "products of matrices", "passes_s": "passes over memory", "again_s": "computed again",
     "host_s": "waiting for the host", "tensor_s": "sums of the tensor axis", "gather_s": "exposed gathers, reductions",
     "bubble_s": "waiting for other stages", "messages_s": "messages between stages", "reduce_s": "exposed gradients",
-    "update_s": "optimizer",
+    "update_s": "optimizer", "offload_s": "exposed copies and files",
 }  # fmt: skip
 
 
@@ -94,7 +93,11 @@ class StepTime:
             gradients of each micro-batch, as far as no computation hides them. bubble_s: it waits for other stages.
         messages_s: between stages. reduce_s: gradients over the data axis. update_s: the optimizer, and what a step
             costs whatever its size.
-        flops: of forward and backward, of all ranks. again_flops: of what is computed again.
+        offload_s: copies between device and host, and files on NVMe, as far as nothing hides them.
+        flops: of forward and backward, of all ranks, attention as if nothing were masked ("dense").
+            again_flops: of what is computed again, the scores in the backward of fused attention too.
+            causal_flops: ``flops`` without what a causal mask hides.
+        not_counted: what the job does that has no time here, in words.
     """
 
     products_s: float
@@ -109,9 +112,12 @@ class StepTime:
     update_s: float
     flops: float
     again_flops: float
+    causal_flops: float
     tokens: int
     ranks: int
     peak_flops_per_s: float
+    offload_s: float = 0.0
+    not_counted: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -134,6 +140,11 @@ class StepTime:
         return self.flops / (self.step_s * self.ranks * self.peak_flops_per_s)
 
     @property
+    def causal_mfu(self) -> float:
+        """Without the FLOPs that a causal mask hides."""
+        return self.causal_flops / (self.step_s * self.ranks * self.peak_flops_per_s)
+
+    @property
     def hfu(self) -> float:
         """The same with what is computed again."""
         return (self.flops + self.again_flops) / (self.step_s * self.ranks * self.peak_flops_per_s)
@@ -146,7 +157,7 @@ class StepTime:
         """Everything."""
         return {
             "step_s": self.step_s, **{f.name: getattr(self, f.name) for f in fields(self)},
-            "tokens_per_s": self.tokens_per_s, "mfu": self.mfu, "hfu": self.hfu,
+            "tokens_per_s": self.tokens_per_s, "mfu": self.mfu, "causal_mfu": self.causal_mfu, "hfu": self.hfu,
         }  # fmt: skip
 
 
@@ -158,7 +169,12 @@ def time_lines(time: Mapping[str, Any]) -> list[str]:
         f"rank), MFU {time['mfu']:.1%}, HFU {time['hfu']:.1%}",
         *(f"  {text:<28}{time[name]:>9.3f} s {time[name] / step_s:>6.1%}"
           for name, text in _TEXTS.items() if time[name] > 5e-4 * step_s),
+        *(f"  not counted: {what}" for what in time["not_counted"]),
     ]  # fmt: skip
+
+
+_ITEMSIZE = {"fp32": 4, "fp64": 8}
+"""Bytes of a number; of every other dtype 2."""
 
 
 @dataclass
@@ -170,6 +186,8 @@ class _Direction:
     tensor_s: float = 0.0
     host_s: float = 0.0
     flops: float = 0.0
+    again_flops: float = 0.0
+    hidden_flops: float = 0.0  # of flops, what a causal mask hides
 
     @property
     def device_s(self) -> float:
@@ -186,8 +204,11 @@ def step_time(
     arXiv:2104.04473, section 2.2). With stage 3 a layer takes as long as the gather of the next one, where that is
     longer.
 
+    Args:
+        dtype: of parameters, of what is kept and sent, and of products: numbers of "fp32" have 4 bytes, others 2.
+
     Raises:
-        ValueError: the model cannot lie so.
+        ValueError: the model cannot lie so. HardwareError: the device states no FLOP/s for the dtype.
     """
     layout.check(model)
     return _Step(model, layout, hardware, software, dtype).time()
@@ -197,6 +218,8 @@ class _Step:
     def __init__(self, model: Transformer, layout: Layout, hardware: Hardware, software: Software, dtype: str) -> None:
         self.model, self.layout, self.hardware, self.software, self.dtype = model, layout, hardware, software, dtype
         self.tokens = layout.micro_batch * model.seq
+        self.itemsize = _ITEMSIZE.get(dtype, 2)
+        self.hidden = (model.seq - 1) / (2 * model.seq)  # of scores, the part above the diagonal
         self.local_data = max(min(layout.data, hardware.ranks_per_node // layout.tensor), 1)
 
     def time(self) -> StepTime:
@@ -220,6 +243,8 @@ class _Step:
         _, device, again, _, more = slowest
         own = [(forward, layers), (backward, layers), *((d, 1) for d in more)]
         others = sum(s[0] for s in stages) - slowest[0]
+        ends = [d for s in stages for d in s[4]]
+        flops, causal_flops, again_flops = self._flops(forward, backward, repeated, ends)
         return StepTime(
             products_s=n * sum(k * d.products_s for d, k in own), passes_s=n * sum(k * d.passes_s for d, k in own),
             tensor_s=n * sum(k * d.tensor_s for d, k in own), again_s=n * again,
@@ -228,13 +253,20 @@ class _Step:
             bubble_s=others / layout.chunks,
             messages_s=(n * layout.chunks + (p - 1)) * message if p > 1 else 0.0,
             reduce_s=self._reduce(), update_s=self._update(),
-            flops=n * layout.data * layout.tensor * sum(
-                layers * (forward.flops + backward.flops) + sum(d.flops for d in s[4]) for s in stages
-            ),
-            again_flops=n * layout.data * layout.tensor * model.layers * repeated.flops,
+            flops=flops, causal_flops=causal_flops, again_flops=again_flops,
             tokens=layout.global_batch * model.seq, ranks=layout.ranks,
             peak_flops_per_s=self.hardware.device.peak(self.dtype),
         )  # fmt: skip
+
+    def _flops(
+        self, forward: _Direction, backward: _Direction, repeated: _Direction, ends: list[_Direction]
+    ) -> tuple[float, float, float]:
+        """(dense, causal, computed again), of all ranks. ends: embedding and head."""
+        times, layers = self.layout.micro_batches * self.layout.data * self.layout.tensor, self.model.layers
+        flops = times * (layers * (forward.flops + backward.flops) + sum(d.flops for d in ends))
+        hidden = times * layers * (forward.hidden_flops + backward.hidden_flops)
+        again = repeated.flops + backward.again_flops
+        return flops, flops - hidden, times * layers * again
 
     # A layer ---------------------------------------------------------------------------------------------------------
 
@@ -265,19 +297,25 @@ class _Step:
     def _add(self, direction: _Direction, operation: Product | Pass | Fused) -> None:
         device = self.hardware.device
         if isinstance(operation, Pass):
-            direction.passes_s += pass_s(device, operation.num_bytes)
+            direction.passes_s += pass_s(device, operation.num_bytes * self.itemsize / 2)
             return
         if isinstance(operation, Fused):
             rate = device.peak(self.dtype) * self.software.attention_reached
             direction.products_s += operation.flops / rate + self.software.gap_s
-            direction.flops += operation.flops
+            direction.flops += operation.dense_flops
+            direction.again_flops += operation.again_flops
+            direction.hidden_flops += operation.dense_flops * self.hidden
             return
-        whole = product_s(device, operation.m, operation.n, operation.k, batch=operation.batch, dtype=self.dtype)
+        whole = product_s(
+            device, operation.m, operation.n, operation.k, batch=operation.batch, dtype=self.dtype,
+            itemsize=self.itemsize,
+        )  # fmt: skip
         direction.products_s += whole + self.software.gap_s
         direction.flops += operation.flops
+        direction.hidden_flops += 0.0 if operation.weight else operation.flops * self.hidden
 
     def _sum_of_tensor(self) -> float:
-        size = 2 * self.tokens * self.model.hidden
+        size = self.itemsize * self.tokens * self.model.hidden
         local = min(self.layout.tensor, self.hardware.ranks_per_node)
         return seconds("all_reduce", size, self.layout.tensor, self.hardware, local=local)
 
@@ -334,8 +372,8 @@ class _Step:
         if layout.stage < 2 or layout.data == 1:
             return 0.0, 0.0
         parameters = self.model.layer_parameters / layout.tensor
-        gather = self._over_data("all_gather", 2 * parameters) if layout.stage == 3 else 0.0
-        reduce = self._over_data("reduce_scatter", soft.gradient_bytes * parameters)
+        gather = self._over_data("all_gather", self.itemsize * parameters) if layout.stage == 3 else 0.0
+        reduce = self._over_data("reduce_scatter", self.gradient_bytes * parameters)
         ahead = max(forward.device_s, forward.host_s)
         back = max(backward.device_s + again.device_s, backward.host_s + again.host_s)
         slowed = soft.contention * (min(gather, ahead) + min(gather + reduce, back))
@@ -345,7 +383,9 @@ class _Step:
     def _message(self) -> float:
         """Seconds of the messages of a micro-batch between two stages: there, and the gradient back."""
         layout = self.layout
-        size = 2 * self.tokens * self.model.hidden / layout.tensor  # each rank of the tensor axis sends its part
+        size = (
+            self.itemsize * self.tokens * self.model.hidden / layout.tensor
+        )  # each rank of the tensor axis sends its part
         beyond = layout.tensor * layout.data >= self.hardware.ranks_per_node
         link = self.hardware.between if beyond else self.hardware.inside
         rate = link.bytes_per_s
@@ -354,24 +394,35 @@ class _Step:
         return 2 * (self.software.message_s + link.latency_s + size / rate)
 
     def _reduce(self) -> float:
-        layout, model = self.layout, self.model
+        layout = self.layout
         if layout.data == 1:
             return 0.0
         here = self._parameters_here()
         if layout.stage >= 2:
-            left = model.embedding_parameters / layout.tensor
-            return self._over_data("reduce_scatter", self.software.gradient_bytes * left) + (
-                self._over_data("all_gather", 2 * here) if layout.stage == 2 else 0.0
+            left = self._table_parameters() / layout.tensor
+            return self._over_data("reduce_scatter", self.gradient_bytes * left) + (
+                self._over_data("all_gather", self.itemsize * here) if layout.stage == 2 else 0.0
             )
         if layout.stage == 1:
-            part = self._over_data("reduce_scatter", self.software.gradient_bytes * here)
-            return self.software.reduce_part * part + self._over_data("all_gather", 2 * here)
-        return self.software.reduce_part * self._over_data("all_reduce", self.software.gradient_bytes * here)
+            part = self._over_data("reduce_scatter", self.gradient_bytes * here)
+            return self.software.reduce_part * part + self._over_data("all_gather", self.itemsize * here)
+        return self.software.reduce_part * self._over_data("all_reduce", self.gradient_bytes * here)
 
     def _parameters_here(self) -> float:
         """Of the first stage."""
         model, layout = self.model, self.layout
-        return (model.layers // layout.pipeline * model.layer_parameters + model.embedding_parameters) / layout.tensor
+        return (model.layers // layout.pipeline * model.layer_parameters + self._table_parameters()) / layout.tensor
+
+    def _table_parameters(self) -> int:
+        """Of the first stage, those outside of layers: the embedding, and a head of its own where it is the last."""
+        model = self.model
+        head = model.vocab * model.hidden if not model.tied and self.layout.pipeline == 1 else 0
+        return model.embedding_parameters + head
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a gradient on the wire; one is never narrower there than its parameter."""
+        return max(self.software.gradient_bytes, self.itemsize)
 
     def _update(self) -> float:
         here = self._parameters_here() / (self.layout.data if self.layout.stage else 1)

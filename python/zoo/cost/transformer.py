@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 __all__ = [
     "Attention",
@@ -32,6 +32,20 @@ Recompute = Literal["none", "selective", "alternate", "full"]
 (torchtitan's "selective op"); the layer."""
 
 
+_MOST = 1 << 62
+
+
+def whole(what: str, value: object, *, least: int) -> None:
+    """Refuse what is no whole number, below ``least``, or so large that a float would not hold what is made of it.
+
+    Raises:
+        ValueError: it is.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
+        above = "above 0" if least else "of at least 0"
+        raise ValueError(f"{what}={repr(value)[:40]}; it is a whole number {above}, and below 2^62.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Product:
     """``batch`` products (m, k) · (k, n). ``weight``: k by n are parameters."""
@@ -52,10 +66,16 @@ class Product:
 class Fused:
     """Attention in one operation, of a causal model: 4 · heads · s² · dim FLOPs forward, half of that computed.
 
-    Backward computes the scores again: 2.5 times as many.
+    Backward has twice as many, and computes the scores again, one product of the two: 2.5 times as many in all.
+
+    Attributes:
+        flops: that are computed. dense_flops: of the model, with what the mask hides. again_flops: likewise, of what is
+            computed again.
     """
 
     flops: float
+    dense_flops: float
+    again_flops: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +95,8 @@ class Transformer:
         ffn: width inside of the second half of a layer, 4 h by default. gated: it has two matrices in (SwiGLU).
         positions: rows of a table of positions; 0 for none. attention: how it is computed.
         dropout: there is some, in the attention and after both halves. bias: which products add a vector; with "all"
-            norms have one too.
+            norms have one too. vectors: of a layer, its numbers that are in no matrix (norms, biases), and final: those
+            of the last norm, where ``bias`` does not say how many they are.
     """
 
     hidden: int
@@ -92,11 +113,21 @@ class Transformer:
     attention: Attention = "eager"
     dropout: bool = True
     bias: Bias = "all"
+    vectors: int | None = None
+    final: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "heads", "layers", "seq", "vocab"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"a transformer got {name}={getattr(self, name)!r}; it is a whole number above 0.")
+            whole(f"a transformer got {name}", getattr(self, name), least=1)
+        for name in ("kv_heads", "head_dim", "ffn", "positions"):
+            whole(f"a transformer got {name}", getattr(self, name), least=0)
+        for name, known in (("attention", Attention), ("bias", Bias)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(
+                    f"a transformer got {name}={getattr(self, name)!r}; allowed are {', '.join(get_args(known))}."
+                )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"a transformer got kv_heads={self.kv_heads} of {self.heads} heads: it is to divide them.")
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(f"a transformer of width {self.hidden} has no {self.heads} equal heads; give head_dim.")
 
@@ -123,7 +154,7 @@ class Transformer:
         matrices = h * (q + 2 * self.kv_width) + q * h + h * columns_in + self.inner * h
         of_qkv = q + 2 * self.kv_width
         vectors = {"all": of_qkv + h + columns_in + h + 4 * h, "qkv": of_qkv + 2 * h, "none": 2 * h}
-        return matrices + vectors[self.bias]
+        return matrices + (vectors[self.bias] if self.vectors is None else self.vectors)
 
     @property
     def embedding_parameters(self) -> int:
@@ -134,12 +165,8 @@ class Transformer:
     def parameters(self) -> int:
         """All."""
         head = 0 if self.tied else self.vocab * self.hidden
-        return (
-            self.layers * self.layer_parameters
-            + self.embedding_parameters
-            + head
-            + self.hidden * (2 if self.bias == "all" else 1)
-        )
+        final = self.hidden * (2 if self.bias == "all" else 1) if self.final is None else self.final
+        return self.layers * self.layer_parameters + self.embedding_parameters + head + final
 
 
 def forward_of_layer(
@@ -167,7 +194,7 @@ def forward_of_layer(
 def _attention(model: Transformer, b: int, heads: int) -> Iterator[Product | Pass | Fused]:
     s, dim = model.seq, model.dim
     if model.attention == "flash":
-        yield Fused(flops=2 * b * heads * s * s * dim)
+        yield Fused(flops=2 * b * heads * s * s * dim, dense_flops=4 * b * heads * s * s * dim)
         return
     yield Product(m=s, n=s, k=dim, batch=b * heads, weight=False)
     # Softmax reads and writes; dropout the same and a mask.
@@ -185,7 +212,8 @@ def backward_of(operation: Product | Pass | Fused) -> Iterator[Product | Pass | 
         yield Pass(num_bytes=1.2 * operation.num_bytes)
         return
     if isinstance(operation, Fused):
-        yield Fused(flops=2.5 * operation.flops)
+        dense = operation.dense_flops
+        yield Fused(flops=2.5 * operation.flops, dense_flops=2 * dense, again_flops=0.5 * dense)
         return
     batch, weight = operation.batch, operation.weight
     yield Product(m=operation.m, n=operation.k, k=operation.n, batch=batch, weight=weight)

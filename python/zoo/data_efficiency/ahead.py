@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from zoo.parts import Unused
+from zoo.shard.runtime.outputs import tensors_in
+
 Place = TypeVar("Place")
 
 
@@ -17,14 +20,35 @@ class Newest:
 
     Attributes:
         serial: of the newest iteration; loading a state begins another one too.
+        unused: where it is followed which batches are used. A state is that before the oldest which is not then: a
+        program may fetch ahead. None: it is not, and a state is that after what was handed out.
     """
 
     serial = 0
+    unused: Unused | None = None
 
     def begin(self) -> int:
         """An iteration begins: its number."""
         self.serial += 1
+        if self.unused is not None:
+            self.unused.begin()
         return self.serial
+
+    def hand(self, batch: Any, before: Any, counts: Any) -> None:
+        """A batch is handed out: see :class:`~zoo.parts.Handed`."""
+        if self.unused is not None:
+            self.unused.add(list(tensors_in(batch)), name="the loader's batch", before=before, counts=counts)
+
+    def end(self) -> None:
+        """The iteration at hand is at its end."""
+        if self.unused is not None:
+            self.unused.end()
+
+    def move(self) -> None:
+        """A state is loaded."""
+        self.begin()
+        if self.unused is not None:
+            self.unused.clear()
 
     def check_newest(self, serial: int) -> None:
         """Raise RuntimeError in an iteration that is not the newest: its batches would be drawn twice."""

@@ -139,11 +139,14 @@ class PackedLoader(Newest):
             )  # fmt: skip
             for batch, place in found:
                 self.check_newest(serial)
+                before = {"epoch": self.epoch, "micro_batch": self.position}
                 self.position, self.handed = place
+                self.hand(batch, before, self.handed)
                 yield batch
                 self.check_newest(serial)
         self.epoch += self.position > 0
         self.position = 0
+        self.end()
 
     def _chosen(self, position: int) -> Iterator[tuple[list[int], tuple[int, int]]]:
         order, edges = self._of_epoch()
@@ -154,11 +157,10 @@ class PackedLoader(Newest):
             yield [int(number) for number in order[edges[mine] : edges[mine + 1]]], (position, handed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands; the same on all ranks."""
-        return {
-            "epoch": self.epoch, "micro_batch": self.position, "num_samples": len(self.lengths), "seed": self.seed,
-            "packing": self._packing(),
-        }  # fmt: skip
+        """Where the training stands; the same on all ranks."""
+        oldest = None if self.unused is None else self.unused.oldest
+        at = {"epoch": self.epoch, "micro_batch": self.position} if oldest is None else oldest.before
+        return {**at, "num_samples": len(self.lengths), "seed": self.seed, "packing": self._packing()}
 
     def _packing(self) -> list[Any]:
         section = self.section
@@ -171,7 +173,7 @@ class PackedLoader(Newest):
             ValueError: see :meth:`check_state`.
         """
         self.check_state(state)
-        self.begin()
+        self.move()
         self.epoch, self.position, self.seed = int(state["epoch"]), int(state["micro_batch"]), int(state["seed"])
         self._packed = None
 

@@ -156,9 +156,11 @@ class CurriculumLoader(Newest):
         )  # fmt: skip
         for batch, place in found:
             self.check_newest(serial)
-            self.place = place
+            before, self.place = self.place, place
+            self.hand(batch, before, place)
             yield batch
             self.check_newest(serial)
+        self.end()
 
     def _chosen(self, place: Place) -> Iterator[tuple[list[int], Place]]:
         """This rank's samples of each micro-batch to the end, and where the loader stands after it."""
@@ -192,8 +194,9 @@ class CurriculumLoader(Newest):
         return replace(place, difficulties=difficulties, counts=counts, allowed=allowed), pool
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands; the same on all ranks."""
-        place = self.place
+        """Where the training stands; the same on all ranks."""
+        oldest = None if self.unused is None else self.unused.oldest
+        place: Place = self.place if oldest is None else oldest.before
         return {
             "epoch": place.epoch, "position": place.position, "samples": place.samples, "num_samples": self.num_samples,
             "seed": self.seed, "difficulties": dict(place.difficulties),
@@ -207,7 +210,7 @@ class CurriculumLoader(Newest):
             ValueError: see :meth:`check_state`.
         """
         self.check_state(state)
-        self.begin()
+        self.move()
         self.seed, epoch, position = int(state["seed"]), int(state["epoch"]), int(state["position"])
         samples = int(state.get("samples", epoch * self.num_samples + position))
         self.place = Place(epoch, position, samples, allowed=self.num_samples)

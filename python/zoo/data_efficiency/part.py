@@ -15,13 +15,15 @@ from zoo.data_efficiency.batch_loader import PackedLoader, length_of_sample
 from zoo.data_efficiency.config import DataEfficiencyConfig
 from zoo.data_efficiency.curriculum import Growing
 from zoo.data_efficiency.index import Index
-from zoo.data_efficiency.metric_loader import CurriculumLoader
+from zoo.data_efficiency.metric_loader import CurriculumLoader, Place
 from zoo.data_efficiency.random_ltd import RandomLTD
 from zoo.data_efficiency.schedules import Schedule
 from zoo.data_efficiency.sequence import Cutter
-from zoo.parts import Clock, Environment
+from zoo.parts import Clock, Environment, Handed, Unused
+from zoo.shard.runtime.outputs import tensors_in
 
 _METRICS = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
+_BATCHING = "data_efficiency.data_sampling.dynamic_batching"
 _CUTS = ("seqlen_truncate", "seqlen_reshape")
 
 
@@ -50,7 +52,9 @@ class DataEfficiency:
         self._picks = any(m.clustering_type == "schedule_based" for m in self._metrics.values())
         self._cutter = Cutter()
         self.loader: CurriculumLoader | PackedLoader | None = None
+        self._unused = Unused(_BATCHING)
         self._sizes: dict[int, int] = {}  # micro-batch of the step at hand → samples of all ranks
+        self._step = -1  # that they are of
         self._difficulties: dict[str, int] = {}
         self._batch_size = 0
 
@@ -91,6 +95,8 @@ class DataEfficiency:
                 dataset, sampling.dynamic_batching, self._lengths(dataset), rank=rank, size=size, seed=seed,
                 collate_fn=collate_fn, **more,
             )  # fmt: skip
+        if self.loader is not None:
+            self.loader.unused = self._unused
         return self.loader
 
     def _lengths(self, dataset: Any) -> Any:
@@ -115,8 +121,8 @@ class DataEfficiency:
                 "loader: give initialize a data set with __len__ and __getitem__ as training_data, or make the loader "
                 "by engine.parts['data_efficiency'].make_loader(...)."
             )
-        if isinstance(self.loader, PackedLoader):
-            self._count(clock, self.loader)
+        if self.loader is not None:
+            self._use(args, kwargs, clock)
         self._difficulties = {name: growing.at(clock.step + 1) for name, growing in self._growing.items()}
         for name in _CUTS:
             if name in self._metrics and self._metrics[name].clustering_type == "single_cluster":
@@ -126,23 +132,47 @@ class DataEfficiency:
             self.random_ltd.on_batch(clock)
         return args, kwargs
 
-    def _count(self, clock: Clock, loader: PackedLoader) -> None:
+    @property
+    def _scales(self) -> bool:
+        return self._packs and self.section.data_sampling.dynamic_batching.lr_scaling_method != "none"
+
+    def _use(self, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Clock) -> None:
         # By number, so that a step that begins anew, or a forward that is repeated, counts once.
-        if clock.micro_batch == 0:
-            self._sizes.clear()
-        self._sizes[clock.micro_batch] = loader.handed
-        if not loader.handed and self.section.data_sampling.dynamic_batching.lr_scaling_method != "none":
+        if clock.step != self._step or (clock.micro_batch == 0 and len(self._sizes) > 1):
+            self._sizes, self._step = {}, clock.step
+        found: Handed | None = None
+        given = list(tensors_in((args, kwargs)))
+        try:
+            found = self._unused.find(given)
+        except ValueError:
+            if self._scales:
+                raise
+        if found is None and self._scales:
             raise ValueError(
-                "data_efficiency.data_sampling.dynamic_batching scales learning rates by the batches of its own "
-                "loader, and this batch is not of it: use engine.dataloader, or set lr_scaling_method to 'none'."
+                f"{_BATCHING} scales learning rates by the batches of its own loader, and this batch is not of it, or "
+                "was used before: use engine.dataloader, each batch once, in their order, or set lr_scaling_method to "
+                "'none'."
             )
+        if found is not None:
+            self._unused.use(found, given)
+        self._sizes[clock.micro_batch] = found.counts if found is not None and self._packs else 0
 
     def lr_factor(self, clock: Clock) -> float:
-        """(samples of the step / train_batch_size), to the power that lr_scaling_method says: 1, 1/2 or 0."""
-        self._batch_size = sum(self._sizes.values())
-        method = self.section.data_sampling.dynamic_batching.lr_scaling_method
-        if not self._packs or method == "none" or not self._batch_size:
+        """(samples of the step / train_batch_size), to the power that lr_scaling_method says: 1, 1/2 or 0.
+
+        Raises:
+            ValueError: no forward of the engine has had a batch of this step.
+        """
+        counted = self._sizes if clock.step == self._step else {}
+        self._batch_size = sum(counted.values())
+        if not self._scales:
             return 1.0
+        if not counted or any(number not in counted for number in range(clock.micro_batch)):
+            raise ValueError(
+                f"{_BATCHING} scales learning rates by samples, and does not know the batches of this step: compute "
+                "each loss by engine(batch), in training mode (engine.train()), or set lr_scaling_method to 'none'."
+            )
+        method = self.section.data_sampling.dynamic_batching.lr_scaling_method
         ratio = self._batch_size / int(self.environment.config.train_batch_size)
         return ratio if method == "linear" else math.sqrt(ratio)
 
@@ -156,8 +186,10 @@ class DataEfficiency:
         samples of the step, tokens that layers keep."""
         found = {name: float(value) for name, value in self._difficulties.items()}
         if isinstance(self.loader, CurriculumLoader):
-            found.update({name: float(value) for name, value in self.loader.place.difficulties.items()})
-            found["allowed_samples"] = float(self.loader.allowed)
+            used = self._unused.current
+            place: Place = self.loader.place if used is None else used.counts
+            found.update({name: float(value) for name, value in place.difficulties.items()})
+            found["allowed_samples"] = float(place.allowed)
         if self._packs:
             found["batch_size"] = float(self._batch_size)
         if self.random_ltd is not None:

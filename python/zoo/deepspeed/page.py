@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,8 @@ from zoo.deepspeed.surface.constants import CONSTANTS
 MIGRATION = "docs/migration.md"
 INDEX = "docs/reference/deepspeed-names.md"
 """Its pages, one a package of DeepSpeed, are in the folder ``deepspeed`` beside it."""
+MOST, FEWEST = 400, 20
+"""A package of more names has pages for those of its modules that have not fewer; the others share its own."""
 
 HEAD = """# From DeepSpeed to zoo
 
@@ -123,11 +125,28 @@ def pages() -> dict[str, str]:
     return found
 
 
+def _homes() -> dict[str, str]:
+    """Path of the table → the package on whose page its names are: the first word, or the first two."""
+    sizes: Counter[str] = Counter()
+    for path, names in TABLE.items():
+        for depth in (1, 2):
+            sizes[_words(path, depth)] += 1 if isinstance(names, str) else len(names)
+    return {
+        path: _words(path, 2 if sizes[_words(path, 1)] > MOST and sizes[_words(path, 2)] >= FEWEST else 1)
+        for path in TABLE
+    }
+
+
+def _words(path: str, depth: int) -> str:
+    return ".".join(path.split(".")[:depth])
+
+
 def _packages() -> dict[str, Package]:
-    """By the first word below ``deepspeed``, sorted; the root's own names under ""."""
+    """By the first words below ``deepspeed``, sorted; the root's own names under ""."""
     found: dict[str, Package] = defaultdict(Package)
+    homes = _homes()
     for path, names in sorted(TABLE.items()):
-        module, package = f"deepspeed.{path}".rstrip("."), found[path.partition(".")[0]]
+        module, package = f"deepspeed.{path}".rstrip("."), found[homes[path]]
         if isinstance(names, str):
             package.there.append(f"| `{module}` | `{names}` | a module |")
             continue

@@ -115,6 +115,7 @@ class Parts:
             return [(name, getattr(part, method)) for name, part in ordered if hasattr(part, method)]
 
         self._prepare, self._batch, self._loss = those("prepare"), those("on_batch"), those("on_loss")
+        self._counting = those("counts_batch")
         self._before, self._after = those("before_update"), those("after_update")
         self._factors, self._metrics, self._loaders = those("lr_factor"), those("metrics"), those("make_loader")
         self.changes_batches, self.changes_loss = bool(self._batch), bool(self._loss)
@@ -140,6 +141,10 @@ class Parts:
         for _, call in self._batch:
             args, kwargs = call(args, kwargs, clock)
         return args, kwargs
+
+    def counts_batch(self, clock: Clock) -> bool:
+        """Whether samples and tokens of the micro-batch that :meth:`on_batch` had count."""
+        return all(call(clock) for _, call in self._counting)
 
     def on_loss(self, loss: Any, clock: Clock) -> Any:
         """The loss to go backward from."""

@@ -215,11 +215,7 @@ def with_axes(config: Config, model: nn.Module) -> Config:
     Consecutive ranks are along the axes that are needed, and all others along "data". They are data axes, so that the
     batch is cut as without a mesh. In a model that was cut for a mesh of its own they are what "data" is there.
     """
-    needed = axes_of(model)
-    for name in config.package_sections:
-        if config.asks_for(name):
-            needed.update(getattr(getattr(config, name), "mesh_axes", {}))
-    needed = {name: size for name, size in needed.items() if size > 1 and name not in config.mesh.axes}
+    needed = needed_axes(config, model)
     own = own_axes(model)
     if not needed or not dist.is_initialized() or (config.mesh.axes and config.mesh.axes != own):
         return config
@@ -227,6 +223,15 @@ def with_axes(config: Config, model: nn.Module) -> Config:
     for name, size in (own or {"data": -1}).items():
         axes |= {"data": -1, **needed} if name == "data" else {name: size}
     return config.model_copy(update={"mesh": config.mesh.model_copy(update={"axes": axes})})
+
+
+def needed_axes(config: Config, model: nn.Module) -> dict[str, int]:
+    """Axes of more than one rank that layers of the model and sections need, and that the mesh does not name."""
+    needed = axes_of(model)
+    for name in config.package_sections:
+        if config.asks_for(name):
+            needed.update(getattr(getattr(config, name), "mesh_axes", {}))
+    return {name: size for name, size in needed.items() if size > 1 and name not in config.mesh.axes}
 
 
 def own_axes(model: nn.Module) -> dict[str, int]:

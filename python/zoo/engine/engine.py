@@ -134,9 +134,12 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; tensors come to its device. They keep their dtype, but where ``auto_cast`` is on."""
+        self.checkpoints.need_weights("forward()")
         trains = self._trains and torch.is_grad_enabled()
         if trains and self.boundary.broken:
             self.zero_grad()
+        if trains and self.module.training:
+            self._batches.use(args, kwargs)
         return self.passes.forward(args, kwargs, trains=trains)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -234,6 +237,7 @@ class Engine:
 
         At stage 3 a collective: all ranks evaluate the same number of batches.
         """
+        self.checkpoints.need_weights("eval_batch()")
         with evaluating(self.module), torch.no_grad():
             return self._runner.evaluate(batch)
 
@@ -395,6 +399,7 @@ class Engine:
     def dataloader(self, loader: Any) -> None:
         self._batches.loader = loader
         self._batches.forget()
+        self._batches.follow()
 
     report = _of("records", Records.report)
     request_stop = _of("records", Records.request_stop)
@@ -414,15 +419,23 @@ class Engine:
             whole: one graph. schedule: of its passes, see :func:`zoo.compile.validate_schedule`.
 
         Raises:
-            ValueError: a schedule without a whole graph, or see :func:`zoo.compile.compile_whole`.
+            ValueError: there are no such options, or no such backend; a schedule without a whole graph; or see
+                :func:`zoo.compile.compile_whole`.
         """
+        from zoo.compile.config import check_backend, wrong_arguments
+
         section = self.config.compile
+        where = "compile.backend = {!r}" if backend is None else "engine.compile(backend={!r})"
         backend = section.backend if backend is None else backend
         options = {**section.kwargs, **options}
+        for wrong in wrong_arguments(options, "engine.compile()"):
+            raise ValueError(f"{wrong}.")
+        check_backend(backend, where.format(backend))
         if not (section.deepcompile if whole is None else whole):
             if schedule is not None:
                 raise ValueError(
-                    "engine.compile(schedule=) without whole=True: passes run over the graph of all of the model."
+                    "engine.compile(schedule=) without whole=True or compile.deepcompile: passes run over the graph of "
+                    "all of the model."
                 )
             self.sharded.runtime.compiled.compile_units(backend=backend, **options)
             return
@@ -430,7 +443,8 @@ class Engine:
         from zoo.compile.whole import compile_whole
 
         schedule = section.schedule if schedule is None else schedule
-        schedule = [(0, [*DEFAULT, *section.passes])] if schedule is None else schedule
+        schedule = [(0, [*DEFAULT, *(section.passes or ())])] if schedule is None else schedule
+        self.sharded.runtime.contexts.count_by(self.records.num_updates)
         compile_whole(self.sharded, backend, schedule=schedule, **options)
 
     def zero_grad(self) -> None:

@@ -9,10 +9,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from zoo.engine.numbers import MOST, flag, shown, whole
-from zoo.parts import mixed
+from zoo.parts import Unused, mixed
 from zoo.parts import shuffled as shuffled
+from zoo.shard.runtime.outputs import tensors_in
 
 T = TypeVar("T")
+_FOLLOWED = 1000
+"""Batches that may wait for a forward."""
 
 
 class ShardedLoader(Generic[T]):
@@ -38,10 +41,18 @@ class ShardedLoader(Generic[T]):
     The position counts what was handed out, not what workers have loaded, so resuming is exact with them too. Workers
     draw their random numbers anew each time that they start.
 
+    A program may fetch batches ahead: where an engine follows which of them its forwards have had (``unused``), a state
+    stands before the oldest that none has had, once there was a forward. A batch is known by its tensors, and copies
+    count in the order in which batches were handed out; so a batch that is left out, and whose followers are used as
+    copies, counts as one that is still to come. An epoch in which nothing was used was only
+    looked at: a program fetches less than an epoch ahead.
+
     Raises:
         ValueError: an argument cannot be what it should be; a data set without length, or with fewer samples than one
             micro-batch of all ranks.
     """
+
+    _looks = True  # an epoch may be gone through without training
 
     def __init__(
         self,
@@ -84,6 +95,7 @@ class ShardedLoader(Generic[T]):
         self.position = 0
         self.serial = 0  # of the newest iteration, to which the position belongs
         self.handed = 0  # samples of the newest micro-batch
+        self.unused: Unused | None = None
         if len(self) == 0:
             raise ValueError(
                 f"the data set has {self.num_samples} samples, fewer than one micro-batch of {self.micro_batch_size} "
@@ -98,14 +110,35 @@ class ShardedLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         self.serial += 1
         serial, turns, batches = self.serial, self._turns(), self._loaded()
+        used = None
+        if self.unused is not None:
+            self.unused.begin()
+            used = self.unused.current
         for _, position, samples in turns:
             batch = next(batches)
             self._check_newest(serial)
-            self.position, self.handed = position, samples
+            before, self.position, self.handed = self.position, position, samples
+            self._hand(batch, before)
             yield batch
             self._check_newest(serial)
+        if self.unused is not None:
+            self.unused.end()
+            if self._looks and self.unused.current is used:
+                self.unused.clear()
         self.epoch += 1
         self.position = 0
+
+    def _hand(self, batch: Any, before: int) -> None:
+        """A batch is handed out, before which the loader stood there."""
+        if self.unused is None:
+            return
+        if len(self.unused) >= _FOLLOWED:  # whoever uses them does not ask the engine
+            self.unused = None
+            return
+        self.unused.add(
+            list(tensors_in(batch)), name="the loader's batch", counts=self.handed,
+            before={"epoch": self.epoch, "position": before},
+        )  # fmt: skip
 
     def _check_newest(self, serial: int) -> None:
         if serial != self.serial:
@@ -138,8 +171,10 @@ class ShardedLoader(Generic[T]):
             yield [self._where(first + i) for i in range(self.micro_batch_size)], position, self.micro_batch_size
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands; the same on all ranks."""
-        return {"epoch": self.epoch, "position": self.position, "num_samples": self.num_samples, "seed": self.seed}
+        """Where the loader stands, or the training; the same on all ranks."""
+        oldest = None if self.unused is None or self.unused.current is None else self.unused.oldest
+        at = {"epoch": self.epoch, "position": self.position} if oldest is None else oldest.before
+        return {**at, "num_samples": self.num_samples, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there, at any number of ranks and any size of micro-batches.
@@ -150,6 +185,8 @@ class ShardedLoader(Generic[T]):
         self.check_state(state)
         self.epoch, self.position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
         self.serial += 1
+        if self.unused is not None:
+            self.unused.clear()
 
     def check_state(self, state: Mapping[str, int]) -> None:
         """Raise ValueError for the state of a data set of another length, whose positions mean other samples, for that

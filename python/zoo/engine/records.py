@@ -242,6 +242,10 @@ class Records:
         self.read_outcome()
         return self._skipped_steps
 
+    def num_updates(self) -> int:
+        """Steps that were not skipped."""
+        return self.global_steps - self.skipped_steps
+
     @property
     def global_samples(self) -> int:
         """Of all steps and ranks."""

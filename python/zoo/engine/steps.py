@@ -68,9 +68,12 @@ class Passes:
         """
         if trains:
             self._records.begin()
+            counts = True
             if self._parts.changes_batches and self._module.training:
-                args, kwargs = self._parts.on_batch(args, kwargs, self._clock_at(ahead))
-            self._records.admitted(count(args, kwargs))
+                clock = self._clock_at(ahead)
+                args, kwargs = self._parts.on_batch(args, kwargs, clock)
+                counts = self._parts.counts_batch(clock)
+            self._records.admitted(count(args, kwargs) if counts else (0, 0))
         found: tuple[tuple[Any, ...], dict[str, Any]] = placed((args, kwargs), self._device, self._input_dtype)
         return found
 

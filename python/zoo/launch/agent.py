@@ -82,6 +82,12 @@ class Start:
                 self.bound()
             except ValueError as error:
                 return str(error)
+        if self.slots is not None:
+            from zoo.launch.job import gpus
+
+            there = gpus(os.environ)
+            if there and (missing := [slot for slot in self.slots if slot not in there]):
+                return f"it has no GPU {missing[0]}, only {there}; correct the file of hosts, or --include"
         if self.command[0] not in ("-m", "--no-python") and not Path(self.command[0]).is_file():
             return f"there is no script {self.command[0]!r} in {os.getcwd()!r}; give the path of a Python program"
         if self.port is not None:
@@ -106,7 +112,7 @@ class _Rank:
     code: int | None = None
 
     def last_words(self) -> str:
-        return "".join(self.tail)[-_KEPT:]
+        return "".join(self.tail)[-_KEPT:].encode(errors="surrogateescape").decode(errors="replace")
 
 
 class Agent:
@@ -272,7 +278,7 @@ class Agent:
             self._read_report(rank, file.fileno(), found)
             return True
         self._hear(quiet=False)
-        text = found.decode(errors="replace")
+        text = found.decode(errors="surrogateescape")  # all bytes arrive, also where a letter comes in two pieces
         rank.tail.append(text)
         if name in rank.logs:
             try:
@@ -347,7 +353,7 @@ class Agent:
             times.append(self._heard + self._start.hang_s)
         if self._silence is not None and not self._deaf:
             times.append(time.monotonic() + self._silence.beat_s)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        return processes.wait_s(times)
 
     def _hear(self, quiet: bool) -> None:
         """Whether the ranks of this node have been silent for as long as counts as hanging."""
@@ -409,7 +415,10 @@ def _variables(start: Start, place: int, rank: int) -> dict[str, str]:
     }  # fmt: skip
     variables = {name: str(value) for name, value in found.items()}
     if start.slots is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, start.slots))
+        names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+        # A slot is one of those that are visible here, whatever their names are; problem() has seen that they are.
+        chosen = [names[slot] if slot < len(names) and names[slot] else str(slot) for slot in start.slots]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     if len(start.ranks) > 1 and "OMP_NUM_THREADS" not in {**os.environ, **start.environment}:
         variables["OMP_NUM_THREADS"] = "1"
     return variables

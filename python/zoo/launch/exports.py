@@ -34,7 +34,11 @@ def exported(
     }  # fmt: skip
     for file in files:
         if file.is_file():
-            found |= parse_environment(file.read_text(encoding="utf-8").splitlines(), str(file))
+            try:
+                lines = file.read_text(encoding="utf-8-sig").splitlines()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is no text in UTF-8 ({error}); a line is NAME=value.") from None
+            found |= parse_environment(lines, str(file))
     return found
 
 

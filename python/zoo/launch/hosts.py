@@ -5,6 +5,7 @@ An allotment is a mapping, host → numbers of its slots, in the order in which 
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ Slots = Mapping[str, Sequence[int]]
 """Host → numbers of its slots."""
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s.*)?")
+_BRACKETS = re.compile(r"\[([^]]+)\](?:(:)(.*))?")
+_MOST = 4096
+"""Slots of a host; more are a slip of the pen."""
 _FORM = 'a line is "host slots=n", as worker-0 slots=4'
 
 
@@ -23,9 +27,11 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
         ValueError: see :func:`parse_hostfile`; or there is no such file.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError:
         raise ValueError(f"there is no file of hosts {str(path)!r}; give the path of one, in which {_FORM}.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the file of hosts {str(path)!r} is no text in UTF-8 ({error}); {_FORM}.") from None
     return parse_hostfile(lines, f"the file of hosts {str(path)!r}")
 
 
@@ -45,11 +51,14 @@ def parse_hostfile(lines: Iterable[str], named: str = "a file of hosts") -> dict
         match = _LINE.fullmatch(line)
         if match is None:
             raise ValueError(f"{named} has the line {line!r}; {_FORM}.")
-        host, slots = match[1], int(match[2])
+        host, digits = match[1], match[2].lstrip("0") or "0"
+        slots = int(digits[:6])
         if host in found:
             raise ValueError(f"{named} has {host!r} twice; write its slots in one line.")
         if slots == 0:
             raise ValueError(f"{named} gives {host!r} no slots; write at least slots=1, or leave the host out.")
+        if slots > _MOST:
+            raise ValueError(f"{named} gives {host!r} {digits[:12]} slots; {_MOST} are the most that a host may have.")
         found[host] = slots
     if not found:
         raise ValueError(f"{named} has no hosts; {_FORM}.")
@@ -75,16 +84,29 @@ def parse_filter(text: str) -> dict[str, list[int]]:
 
 
 def parse_host(text: str) -> tuple[str, list[int]]:
-    """``"host:0,2"`` → ``("host", [0, 2])``; ``"host"`` → ``("host", [])``, which means all of its slots.
+    """``"host:0,2"`` → ``("host", [0, 2])``; ``"host"`` → ``("host", [])``, which means all of its slots. Slots of an
+    IPv6 address come after brackets: ``"[fe80::1]:0,2"``.
 
     Raises:
         ValueError: it is written otherwise.
     """
-    host, colon, slots = text.partition(":")
+    if bracketed := _BRACKETS.fullmatch(text):
+        host, colon, slots = bracketed[1], bracketed[2] or "", bracketed[3] or ""
+    elif _is_address(text):
+        return text, []
+    else:
+        host, colon, slots = text.partition(":")
     numbers = slots.split(",") if colon else []
     if not host or not all(number.isascii() and number.isdigit() for number in numbers):
         raise ValueError(f"{text!r} does not name a host and its slots; write host, or host:0,2.")
     return host, [int(number) for number in numbers]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 def select(hosts: Slots, include: str = "", exclude: str = "") -> Slots:

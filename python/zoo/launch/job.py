@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 LOCAL = ("localhost", "127.0.0.1")
+_NO_FOLDER, _NO_PROGRAM = 97, 127
+"""Exit codes of the command line that starts an agent; the second one is the shell's."""
 _PORTS = range(20_000, 32_768)  # below those that Linux gives to connections
 
 
@@ -74,10 +77,10 @@ class Job:
             raise ValueError("a job needs a script, and hosts with slots.")
         for name in ("start_s", "finish_s", "hang_s", "lost_s"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; give seconds above 0.")
-        if self.grace_s < 0 or self.settle_s < 0 or self.max_restarts < 0:
-            raise ValueError("grace_s, settle_s and max_restarts cannot be below 0.")
+        if not (0 <= self.grace_s < math.inf and 0 <= self.settle_s < math.inf and self.max_restarts >= 0):
+            raise ValueError("grace_s, settle_s and max_restarts have to be numbers from 0 on.")
         if self.min_nodes is not None and not 1 <= self.min_nodes <= len(self.hosts):
             raise ValueError(f"min_nodes is {self.min_nodes}, and there are {len(self.hosts)} hosts.")
         if not 0 <= self.node < self.nodes:
@@ -87,8 +90,28 @@ class Job:
                 f"a launcher on each of {self.nodes} nodes starts ranks on its own host, and has to know where rank 0 "
                 "is; give --master-addr and --master-port, or a file of hosts to one launcher."
             )
+        world = sum(map(len, self.hosts.values())) * self.nodes
+        if wrong := [rank for rank in self.shown or () if not 0 <= rank < world]:
+            raise ValueError(f"rank {wrong[0]} is to be shown, and ranks are 0 to {world - 1}; give some of these.")
+        if not shlex.split(self.ssh):
+            raise ValueError("the command for other hosts is empty; give --ssh such as 'ssh -p 2222', or leave it out.")
+        self._check_hosts()
         if self.port is not None and not 0 < self.port < 65_536:
             raise ValueError(f"the port of rank 0 is {self.port}; give one from 1 to 65535.")
+
+    def _check_hosts(self) -> None:
+        """Each can be given to ssh, and the first be reached by the others."""
+        for host in self.hosts:
+            if host.startswith("-"):
+                raise ValueError(f"{host!r} is no name of a host: ssh would take it for an option of its own.")
+        fewer = self.max_restarts > 0 and self.min_nodes not in (None, len(self.hosts))
+        first = list(self.hosts)[: None if fewer else 1]  # one of these will be the first
+        others = [host for host in self.hosts if host not in LOCAL and not host.startswith("127.")]
+        if self.address is None and "localhost" in first and others:
+            raise ValueError(
+                "rank 0 would be on 'localhost', by which every host means itself; write the name by which "
+                f"{', '.join(others)} can reach it, or give --master-addr."
+            )
 
     def preflight(self) -> Job:
         """What is started before it, once on every host: :mod:`zoo.comm.preflight`.
@@ -119,8 +142,16 @@ class Job:
         path = os.environ.get("PYTHONPATH")
         found = ["env", f"PYTHONPATH={path}"] if path else []
         command = [*found, self.python, *module, "--lost-s", f"{self.lost_s:g}"]
-        line = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+        line = f"cd {shlex.quote(os.getcwd())} || exit {_NO_FOLDER}; exec {shlex.join(command)}"
         return [*shlex.split(self.ssh), host, line]
+
+    def why_not_begun(self, code: int) -> str | None:
+        """What the exit code of :meth:`agent_command` says, where no agent has been heard of; None: nothing."""
+        if code == _NO_FOLDER:
+            return f"it has no folder {os.getcwd()!r}; mount it there, or start from a folder that every host has"
+        if code == _NO_PROGRAM:
+            return f"it has no {self.python}; every host needs this Python, with zoo"
+        return None
 
 
 def gpus(variables: Mapping[str, str]) -> list[int]:

@@ -23,7 +23,7 @@ class Outlet:
         self.closed = False
         """Nobody reads any more: what is said is dropped."""
         self._listen = listen
-        self._unsent = b""
+        self._unsent = b"\n"  # what a shell has printed before may have no end of line
         self._lock = threading.Lock()
 
     def say(self, event: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ import os
 import signal
 import time
 
+LONGEST_S = 3600.0
+"""Of one wait for events: a month is an error there."""
 _DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
 
@@ -33,6 +35,12 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
     _prctl(_DEATH_SIGNAL, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def wait_s(times: list[float]) -> float | None:
+    """Seconds until the first of these moments of ``time.monotonic``, but no more than :data:`LONGEST_S`; None without
+    any."""
+    return min(max(0.0, min(times) - time.monotonic()), LONGEST_S) if times else None
 
 
 def adopt_orphans() -> None:

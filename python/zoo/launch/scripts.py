@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+PATIENCE_S = 15
+"""What a launcher may need after the grace of its ranks, until it has told of their end."""
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
@@ -28,6 +31,8 @@ class Batch:
     """Options of ``zoo launch``, SCRIPT and its arguments."""
     gpus: bool = True
     port: int = 29500
+    grace_s: float = 6.0
+    """From the signal that ends ranks to SIGKILL, in seconds."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -35,6 +40,8 @@ class Batch:
             raise ValueError(
                 f"a job of {self.nodes} nodes with {self.ranks} ranks each is none; give 1 or more of both."
             )
+        if self.grace_s < 0:
+            raise ValueError(f"grace_s is {self.grace_s:g}; give 0 seconds or more.")
         if not _NAME.fullmatch(self.name):
             raise ValueError(
                 f"the name of a job is {self.name!r}; give lower-case letters, digits and dashes, 63 at most."
@@ -42,7 +49,7 @@ class Batch:
 
     def launcher(self) -> list[str]:
         """The command of each node."""
-        return ["zoo", "launch", f"--ranks={self.ranks}", *self.command]
+        return ["zoo", "launch", f"--ranks={self.ranks}", f"--grace-s={self.grace_s}", *self.command]
 
 
 def sbatch(batch: Batch) -> str:
@@ -83,7 +90,11 @@ def kubernetes(batch: Batch, image: str) -> str:
         # Pods are found before they are ready: ranks wait for each other by themselves.
         "spec": {"clusterIP": "None", "selector": {"job-name": batch.name}, "publishNotReadyAddresses": True},
     }  # fmt: skip
-    pod = {"subdomain": batch.name, "restartPolicy": "Never", "containers": [container]}
+    pod = {
+        "subdomain": batch.name, "restartPolicy": "Never", "containers": [container],
+        # Kubernetes' own time, 30 s unless more is asked for, goes on while ranks have theirs and their launcher ends.
+        "terminationGracePeriodSeconds": max(30, math.ceil(batch.grace_s) + PATIENCE_S),
+    }  # fmt: skip
     job = {
         "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": batch.name},
         "spec": {

@@ -29,6 +29,8 @@ from zoo.launch.silence import Beats, Silence
 _LATE_S = 3.0
 """Beyond the grace; an agent that has not told of its end by then does not answer."""
 _COMPARED = ("python", "torch", "zoo-core")
+_OPEN = 1 << 16
+"""Characters of a line that are shown before its end."""
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Supervisor:
         self._stop_at: float | None = None
         self._late_at: float | None = None
         self._stopped_by: int | None = None
-        self._finished: tuple[float, str] | None = None
+        self._finished: tuple[float, _Node, int] | None = None  # when a rank was the first to end with 0, and which
         self._generation = 0
         self._open_lines: dict[tuple[int, str], str] = {}
         self._telling = threading.Lock()
@@ -81,7 +83,8 @@ class Supervisor:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, lambda *_: None)
         self._selector.register(self._wakeup[0], selectors.EVENT_READ)
         try:
             self._start_agents()
@@ -100,9 +103,15 @@ class Supervisor:
     def _start_agents(self) -> None:
         began = time.monotonic()
         for host, slots in self._job.hosts.items():
-            process = subprocess.Popen(
-                self._job.agent_command(host), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
+            command = self._job.agent_command(host)
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+                )
+            except OSError as error:
+                raise ValueError(
+                    f"host {host} is reached by {command[0]!r}, which cannot be started ({error.strerror}); give --ssh."
+                ) from None
             node = _Node(host, list(slots), process)
             if not self._job.is_local(host):
                 node.silence = Silence(self._job.lost_s)
@@ -206,15 +215,16 @@ class Supervisor:
         times = [at for at in (self._stop_at, self._late_at) if at is not None]
         if self._finished is not None and self._stop_at is None:
             times.append(self._finished[0] + self._job.finish_s)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        return processes.wait_s(times)
 
     def _decide(self) -> None:
         now = time.monotonic()
         running = [node for node in self._nodes if node.running]
         if self._finished is not None and self._stop_at is None and now >= self._finished[0] + self._job.finish_s:
             others = [rank for node in running for rank in node.ranks if rank not in node.done]
-            self._fail(None, f"{self._finished[1]} ended with exit code 0 {self._job.finish_s:g} s ago, while ranks "
-                       f"{others} still run; give --finish-s if they need longer", code=1)  # fmt: skip
+            _, node, rank = self._finished
+            self._fail(node, f"it ended with exit code 0 {self._job.finish_s:g} s ago, while ranks {others} still run; "
+                       "give --finish-s if they need longer", code=1, rank=rank)  # fmt: skip
         if running and self._job.hang_s is not None and self._stop_at is None and all(node.quiet for node in running):
             for node in running:
                 self._tell(node, {"stacks": True})
@@ -256,7 +266,7 @@ class Supervisor:
         listened = [(node, node.silence) for node in self._nodes if node.silence is not None and not node.gone]
         for _, silence in listened:
             wait_s = silence.beat_s if wait_s is None else min(wait_s, silence.beat_s)
-        for key, _ in self._selector.select(wait_s):
+        for key, _ in self._selector.select(None if wait_s is None else min(wait_s, processes.LONGEST_S)):
             if key.data is None:
                 self._read_signals()
             else:
@@ -278,7 +288,9 @@ class Supervisor:
         code = -signal.SIGKILL if node.process.returncode is None else node.process.returncode
         if not node.gone and (node.running or node.hello is None):
             what = "its agent" if self._job.is_local(node.host) else "the connection to its agent"
-            self._fail(node, f"{what} ended before its ranks did ({report.code_of(code)})", code=code or 1)
+            said = f"{what} ended before its ranks did ({report.code_of(code)})"
+            known = None if node.hello is not None or self._job.is_local(node.host) else self._job.why_not_begun(code)
+            self._fail(node, known or said, code=code or 1)
         self._lose(node)
 
     def _read_signals(self) -> None:
@@ -299,8 +311,9 @@ class Supervisor:
                 node.heard = True
                 *lines, node.partial = (node.partial + found).split(b"\n")
                 for line in lines:
-                    if line.startswith(b"{"):
-                        self._take(node, json.loads(line))
+                    if line.startswith(b"{"):  # all else, and some of that, is what a shell prints when it starts
+                        with contextlib.suppress(json.JSONDecodeError):
+                            self._take(node, json.loads(line))
         except BlockingIOError:
             return
         self._selector.unregister(node.process.stdout)  # its output has ended; it will too
@@ -344,20 +357,23 @@ class Supervisor:
         code = event["exit"]
         if code == 0:
             if self._finished is None:
-                self._finished = (time.monotonic(), f"rank {rank} on host {node.host}")
+                self._finished = (time.monotonic(), node, rank)
             return
         found = report.of_exit(
             node.host, rank, code, event["time"], report=node.reports.get(rank), last=event["last"],
             stopped=event["stopped"],
         )  # fmt: skip
         if found.lost and self._finished is not None:
-            before = f"{self._finished[1]} had ended with exit code 0 before the others had finished"
-            self._fail(None, before, code=1, moment=found.time - (time.monotonic() - self._finished[0]))
+            moment, first, number = self._finished
+            before = "it had ended with exit code 0 before the others had finished"
+            self._fail(first, before, code=1, rank=number, moment=found.time - (time.monotonic() - moment))
         self._failed(found)
 
-    def _fail(self, node: _Node | None, summary: str, *, code: int, moment: float | None = None) -> None:
-        host = (node or self._nodes[0]).host
-        self._failed(Failure(host=host, time=time.time() if moment is None else moment, summary=summary, code=code))
+    def _fail(
+        self, node: _Node, summary: str, *, code: int, moment: float | None = None, rank: int | None = None
+    ) -> None:  # fmt: skip
+        moment = time.time() if moment is None else moment
+        self._failed(Failure(host=node.host, time=moment, summary=summary, code=code, rank=rank))
 
     def _failed(self, failure: Failure) -> None:
         self._failures.append(failure)
@@ -371,13 +387,20 @@ class Supervisor:
             _print(text, file)
             return
         *lines, rest = (self._open_lines.pop((rank, stream), "") + text).split("\n")
+        if "\r" in rest:  # a bar that moves: where it is now
+            line, _, rest = rest.rpartition("\r")
+            lines.append(line)
+        if len(rest) > _OPEN:
+            lines, rest = [*lines, rest], ""
         if rest:
             self._open_lines[rank, stream] = rest
-        _print("".join(f"[rank {rank}] {line}\n" for line in lines), file)
+        shown = (line.rstrip("\r").rpartition("\r")[2] if "\r" in line else line for line in lines)
+        _print("".join(f"[rank {rank}] {line}\n" for line in shown), file)
 
 
 def _print(text: str, file: Any = None) -> None:
     file = sys.stderr if file is None else file
     with contextlib.suppress(OSError):  # nobody reads it any more; what has to end ends all the same
-        file.write(text)
+        file.flush()
+        file.buffer.write(text.encode(errors="surrogateescape"))  # bytes of ranks as they came, whatever they mean
         file.flush()

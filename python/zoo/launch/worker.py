@@ -27,7 +27,11 @@ def main() -> None:
     report = _settle()
     arguments = sys.argv[1:]
     if arguments[0] == "--no-python":
-        os.execvp(arguments[1], arguments[1:])
+        try:
+            os.execvp(arguments[1], arguments[1:])
+        except OSError as error:
+            sys.stderr.write(f"the program {arguments[1]!r} cannot be started: {error.strerror}\n")
+            raise SystemExit(127) from None
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]

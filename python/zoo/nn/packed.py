@@ -272,12 +272,19 @@ def _unfit(module: nn.Linear, group_size: int | None, dtype: torch.dtype | None,
         return "its weight is computed from others"
     if has_user_hooks(module):
         return "it has hooks"
+    if shares_elements(weight):
+        return "its weight has no memory of its own; where zoo.inference.stream has it on disk, close() brings it back"
     known = (dtype or weight.dtype) in (torch.float32, torch.bfloat16, torch.float16)
     if (weight.is_meta and not filled) or not known or weight.numel() == 0:
         return f"its weight is {weight.dtype} of shape {tuple(weight.shape)} on {weight.device}"
     if weight.shape[1] % (group_size or 16):
         return f"its rows of {weight.shape[1]} are no whole number of groups of {group_size or 16}"
     return ""
+
+
+def shares_elements(tensor: Tensor) -> bool:
+    """Whether elements of a tensor are one number in memory: nothing can be written there."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def check_finite(model: nn.Module, names: Iterable[str]) -> None:

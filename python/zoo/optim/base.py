@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +37,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         defaults: options of the groups.
         master_dtype: ``torch.float32`` gives a bf16 or fp16 parameter a master copy of that dtype among its states
             (``state["master"]``), which is what is updated; the parameter gets its rounded value in the same pass.
-            None: the parameter itself is updated, with rounding in every step.
+            What is written to the parameter between two steps counts, but for a write past autograd, as by
+            ``p.data.copy_()``. None: the parameter itself is updated, with rounding in every step.
         state_dtype: dtype of the other states, fp32 or bf16; None: that of the parameter, which cannot be fp16 then.
 
     Raises:
@@ -45,6 +47,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     keeps_masters = True
     """It takes 16-bit parameters with their gradients, and :meth:`step` has ``grad_scale``."""
+
+    takes_writes = True
+    """What is written to a 16-bit parameter between two steps reaches its master. False: somebody else sees to that."""
 
     needs_whole_tensors = False
     """Whether the update of an element looks at other elements of its tensor; see ``zoo.optim.whole``."""
@@ -130,6 +135,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         self, group: dict[str, Any], batch: Batch, grad_scale: float | Tensor, *, strict: bool = False
     ) -> bool:
         """Whether it could be done as planned; otherwise nothing was changed."""
+        if self.takes_writes:
+            batch.take_writes()
         try:
             if not self._update(group, batch, -grad_scale if group.get("maximize") else grad_scale):
                 return False
@@ -138,6 +145,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 raise
             return False
         batch.count()
+        if self.takes_writes and not self.needs_whole_tensors:
+            batch.note_writes()
         return True
 
     def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float | Tensor) -> bool:
@@ -206,17 +215,24 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             check_layout(p)
             self._make_states(group, p, names)
             plain = p.is_contiguous() and p.grad.is_contiguous()
-            key = (p.dtype, p.grad.dtype, p.device, int(self.state[p]["step"]), plain)
+            key = (p.dtype, p.grad.dtype, p.device, int(self.state[p]["step"]), plain, self._kind(p))
             batches.setdefault(key, []).append(p)
         made, on_device = [], bool(group.get("capturable"))
-        for (dtype, _, device, step, plain), members in batches.items():
-            with_master = dtype in LOW and self.master_dtype is not None
+        for (dtype, _, device, step, plain, _), members in batches.items():
             dicts = [self.state[p] for p in members]
-            names_here = names + ("master",) * with_master
+            names_here = self._names_of(members[0], names)
             batch = Batch(members, dicts, names_here, step, device if on_device else None)
             batch.may_prepare = not on_device and plain and device.type == "cpu" and dtype is not torch.float64
             made.append(batch)
         return Plan(list(params), [p for p in params if p.grad is None], made, on_device=on_device)
+
+    def _kind(self, p: Tensor) -> Any:
+        """Parameters of one kind, with as many steps, can be updated by one call."""
+        return None
+
+    def _names_of(self, p: Tensor, names: tuple[str, ...]) -> tuple[str, ...]:
+        """``names`` of states, and "master" where ``p`` has one."""
+        return names + ("master",) * (p.dtype in LOW and self.master_dtype is not None)
 
     def _make_states(self, group: dict[str, Any], p: Tensor, names: tuple[str, ...]) -> None:
         state = self.state.get(p, {})
@@ -247,6 +263,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 "are 0 in fp16. Keep states in torch.float32 (fp32_optimizer_states in a configuration), or use bf16."
             )
         return self.state_dtype
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch."""
+        add_group(self, param_group)
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -319,3 +339,15 @@ def in_memory_order(t: Tensor) -> Tensor:
     """``t`` with its dims permuted so that strides fall: contiguous if it is dense in some order."""
     strides, sizes = t.stride(), t.size()
     return t.permute(sorted(range(t.dim()), key=lambda d: (-strides[d], -sizes[d])))
+
+
+def add_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """``torch.optim.Optimizer.add_param_group``, called by every constructor.
+
+    torch wraps it so that no compiler traces it, and imports ``torch._dynamo`` for that: more time than all else that a
+    process does before its first step. Where it has not been imported nothing is traced, and the wrapper is left out.
+    """
+    method: Any = torch.optim.Optimizer.add_param_group
+    if "torch._dynamo" not in sys.modules and method.__globals__ is vars(torch._compile):  # what others wrap stays
+        method = method.__wrapped__
+    method(optimizer, group)

@@ -31,6 +31,8 @@ class FrozenVariance(SyncedOptimizer):
     then on. Of a learning rate that warms up it knows nothing: let that end before.
     """
 
+    counts_missed = True
+
     def __init__(
         self, params: Any, name: str, freeze_step: FreezeStep, defaults: dict[str, Any], **more: Any
     ) -> None:  # fmt: skip
@@ -60,7 +62,7 @@ class FrozenVariance(SyncedOptimizer):
             return self._warm_up(group, batch, grad_scale)
         if any(p.grad is None for p in batch.params):
             return False
-        if not group["frozen_steps"]:
+        if self._just_frozen(group, batch) or self._comes_late(batch):
             self._report(batch)
         found = flattened(batch)
         values = batch.step + 1, found, self._momenta(group, found, float(grad_scale))
@@ -85,9 +87,16 @@ class FrozenVariance(SyncedOptimizer):
         """
         raise NotImplementedError
 
-    def _num_variances(self, group: dict[str, Any], step: int) -> int:
-        """How many updates the variance of parameters has had that make step ``step`` now."""
-        return max(int(group["num_variances"]) - (self._at - step), 1)
+    def _num_variances(self, group: dict[str, Any], batch: Batch) -> int:
+        """How many updates the variance of parameters has had that have made their step now."""
+        missed, variances = self._missed(batch.params[0])
+        before = self._at - batch.step - missed  # steps before their first
+        return max(int(group["num_variances"]) - before - variances, 1)
+
+    def _just_frozen(self, group: dict[str, Any], batch: Batch) -> bool:
+        """The step is the first that these parameters make with a variance that is frozen."""
+        missed, variances = self._missed(batch.params[0])
+        return int(group["frozen_steps"]) == missed - variances
 
     def _is_frozen(self) -> bool:
         return not self.now.variance

@@ -110,7 +110,7 @@ class LocalSteps(SyncedOptimizer):
     def _apply(self, measured: list[Measured]) -> None:
         if self.forming or not self._now.parameters:
             return
-        deltas, tensors = [], []
+        deltas, tensors, measured = [], [], [*measured, *self._waiting()]
         for one in measured:
             params, _, states, masters = one.values
             anchors = states[len(self.inner_names(one.group))]
@@ -123,6 +123,25 @@ class LocalSteps(SyncedOptimizer):
         left = iter(means)
         for one in measured:
             self._outer_step(one, [next(left) for _ in one.batch.params])
+
+    def _waiting(self) -> list[Measured]:
+        """The parameters that have moved since ranks agreed, and have no gradient in the step in which they do."""
+        found = []
+        for group, idle in self._idle():
+            params, _, states, masters = flat = flattened(idle)
+            anchor = states[len(self.inner_names(group))][0]
+            if self.peers is not None or not torch.equal(anchor, (masters or params)[0].to(anchor.dtype)):
+                found.append(Measured(group, idle, flat))
+        return found
+
+    @torch.no_grad()
+    def forget_moved(self) -> None:
+        """See :class:`~zoo.optim.synced.SyncedOptimizer`; the outer momentum stays."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state.get(p, {})
+                if "anchor" in state:
+                    state["anchor"].copy_(state.get("master", p.detach()))
 
     def _outer_step(self, one: Measured, means: list[Tensor]) -> None:
         group, (params, _, states, masters) = one.group, one.values

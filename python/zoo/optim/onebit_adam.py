@@ -87,5 +87,5 @@ class OnebitAdam(FrozenVariance):
             step, found, _ = one.values
             for m, mean in zip(found[2][0], of_batch, strict=True):
                 m.copy_(mean)
-            variances = self._num_variances(one.group, step)
+            variances = self._num_variances(one.group, one.batch)
             self._move(one.group, found, found[2][0], lr=float(one.group["lr"]), step=step, variances=variances)

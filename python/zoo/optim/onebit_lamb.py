@@ -167,7 +167,7 @@ class OnebitLamb(FrozenVariance):
             factor = torch.minimum(torch.maximum(factor, before * (1 - by)), before * (1 + by))
             self._keep(one.batch, "factor", factor)
             ratios = self._numbers(one.batch, "coeff") * factor
-            variances = self._num_variances(group, step)
+            variances = self._num_variances(group, one.batch)
             self._move(
                 group, found, found[2][0], lr=float(group["lr"]), step=step, variances=variances, ratios=ratios
             )  # fmt: skip
@@ -176,9 +176,10 @@ class OnebitLamb(FrozenVariance):
         """m and w of a batch after the step; (T, 1) fp64, the largest (√v + ε) / (√w + ε) of each part."""
         group, (_, found, _) = one.group, one.values
         beta1, beta2 = group["betas"]
+        begins = self._just_frozen(group, one.batch)
         rows = []
         for m, v, w, mean in zip(*found[2], means, strict=True):
-            if not group["frozen_steps"]:
+            if begins:
                 w.copy_(v)
             g = mean.sub(m, alpha=beta1).div_(1 - beta1)
             w.mul_(beta2).addcmul_(g, g, value=1 - beta2)

@@ -130,6 +130,14 @@ def same_tensors(a: list[Tensor], b: list[Tensor]) -> bool:
         return False
 
 
+def _places(params: Sequence[Tensor]) -> tuple[list[int], list[int]] | None:
+    """What changes where a parameter is written to, and where it is given other memory; None where nobody counts."""
+    try:
+        return [p._version for p in params], [p.data_ptr() for p in params]
+    except RuntimeError:  # made under inference_mode
+        return None
+
+
 class Batch:
     """Parameters that one kernel call updates.
 
@@ -147,6 +155,9 @@ class Batch:
         self.on_device = device is not None
         self.retired: bool = False
         self.packed = torch.full((len(params),), float(step), device=device or "cpu")
+        self.places: tuple[list[int], list[int]] | None = None  # of parameters with masters, after the latest step
+        if "master" in self.names:
+            self._take_places([state.batch for state in dicts])
         for state, view in zip(dicts, self.packed.unbind(), strict=True):
             state.put("step", view)
             if state.batch is not None:
@@ -157,6 +168,38 @@ class Batch:
         self.seen = self.watch.changes
         self.may_prepare = False
         self.prepared: UpdatePlan | None = None
+
+    def _take_places(self, before: Sequence[Batch | None]) -> None:
+        """Those that the batches had seen of which the parameters were."""
+        known: dict[int, tuple[int, int]] = {}
+        for batch in {id(b): b for b in before if b is not None and b.places is not None}.values():
+            rows = zip(batch.params, *(batch.places or ()), strict=True)
+            known |= {id(p): (version, memory) for p, version, memory in rows}
+        if all(id(p) in known for p in self.params):
+            versions, memory = zip(*(known[id(p)] for p in self.params), strict=True)
+            self.places = list(versions), list(memory)
+
+    def note_writes(self) -> None:
+        """The step has written to the parameters."""
+        if "master" not in self.lists:
+            return
+        if self.prepared is not None and self.places is not None:  # to each of them once
+            self.places = [version + 1 for version in self.places[0]], self.places[1]
+        else:
+            self.places = _places(self.params)
+
+    def take_writes(self) -> None:
+        """Masters of parameters that somebody else has written to since become what these are. Where a master rounds
+        to its parameter it stays."""
+        before, now = self.places, None
+        if before is not None:
+            self.places = now = _places(self.params)
+        if before is None or now is None or now == before:
+            return
+        for p, master, *places in zip(self.params, self.masters(), *now, *before, strict=True):
+            if places[:2] != places[2:]:
+                value = p.detach()
+                master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
 
     def is_current(self) -> bool:
         """Whether the states are still the very tensors that were there when the batch was made."""
@@ -187,6 +230,18 @@ class Batch:
             self.prepared.count()
         else:
             self.packed += 1
+
+
+class Idle(Batch):
+    """One parameter that has no gradient now, and its states: read and written, neither planned nor counted.
+
+    Its states must lie as the parameter does.
+    """
+
+    def __init__(self, param: Tensor, state: Mapping[str, Any], names: Sequence[str]) -> None:
+        self.params, self.names, self.step = [param], tuple(names), int(state["step"])
+        self.lists = {name: [state[name]] for name in self.names}
+        self.places = None
 
 
 class Plan:

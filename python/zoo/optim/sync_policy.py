@@ -53,7 +53,7 @@ class AfterWarmUp:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOneSchedule:
-    """The steps T_v that update the variance and T_u that agree on a momentum, of 0/1 Adam.
+    """The steps T_v that update the variance and T_u after which ranks have one momentum, of 0/1 Adam.
 
     Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", sections 4 and 5:
 
@@ -71,7 +71,9 @@ class ZeroOneSchedule:
 
     def at(self, step: int) -> Sync:
         """See :class:`SyncPolicy`."""
-        return Sync(variance=self._has_variance(step), momentum=self.last_sync(step) == step)
+        if self._has_variance(step):
+            return Sync(gradients=True, variance=True)
+        return Sync(momentum=self.last_sync(step) == step)
 
     @cached_property
     def _variance_steps(self) -> list[int]:

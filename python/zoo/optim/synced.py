@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from zoo.comm.compression import Codec, OneBit, TopK
 from zoo.kernels.update import Settings, lamb, lamb_apply_
 from zoo.optim.base import flat
-from zoo.optim.plan import Batch
+from zoo.optim.plan import Batch, Idle
 from zoo.optim.sync_policy import Sync, SyncPolicy
 from zoo.optim.whole import Measured, Parts, WholeTensorOptimizer
 
@@ -78,6 +78,11 @@ class SyncedOptimizer(WholeTensorOptimizer):
     its own losses only. A step that compresses makes c_r of each parameter, gets the mean of all ranks in its place,
     and moves the parameters along it with a variance that is the same on all ranks.
 
+    **Parameters without a gradient.** Every call of :meth:`step` is a step of the schedule. One in which a parameter
+    has no gradient leaves it and its states alone, and does not count for it: bias corrections, and sums over the steps
+    since ranks agreed, are over the steps that it has made. A step in which ranks agree brings in, gradient or not,
+    what has made a step since they last did.
+
     **Elements without a gradient.** Where the variance is zero there has never been a gradient. Signs know no zero: the
     element would get a momentum, to be divided by ε. So its momentum is kept at zero as long as the variance is; a
     warm-up must have seen every parameter that is to be trained.
@@ -98,6 +103,8 @@ class SyncedOptimizer(WholeTensorOptimizer):
     """States are to be made by a step that meets nobody, and does not count."""
     synchronises = True
     """It takes ``peers=``, and gradients that are not always means."""
+    counts_missed = False
+    """Not all steps update the variance: of each parameter it is counted which it has missed."""
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, peers: Peers | None = None, parts: Parts | None = None,
@@ -153,11 +160,8 @@ class SyncedOptimizer(WholeTensorOptimizer):
 
     @property
     def num_steps(self) -> int:
-        """Steps taken so far; known to a rank without parameters too."""
-        counted = max((int(group["num_steps"]) for group in self.param_groups), default=0)
-        if self.driven:  # states of padding count otherwise
-            return counted
-        return max((int(state["step"]) for state in self.state.values() if "step" in state), default=counted)
+        """Steps taken so far; known to a rank without parameters too. Parameters may have made fewer."""
+        return max((int(group["num_steps"]) for group in self.param_groups), default=0)
 
     def resume(self, num_steps: int) -> None:
         """States of so many steps were loaded; a group that counts otherwise has not counted those."""
@@ -177,7 +181,8 @@ class SyncedOptimizer(WholeTensorOptimizer):
             saved = [{**mine, **theirs} for mine, theirs in zip(kept, saved, strict=True)]
         super().load_state_dict({**state_dict, "param_groups": saved})
         self._check_groups()
-        self.resume(self.num_steps)
+        if not all("num_steps" in group for group in state_dict["param_groups"]):  # another optimizer's
+            self.resume(max((int(state["step"]) for state in self.state.values() if "step" in state), default=0))
 
     @property
     def now(self) -> Sync:
@@ -212,6 +217,8 @@ class SyncedOptimizer(WholeTensorOptimizer):
         if not self.driven:
             self.begin_step()
         loss = super().step(closure, grad_scale=grad_scale)
+        if self.counts_missed and not self.forming:
+            self._count_missed()
         if not self.driven:
             self.finish_step()
         return loss
@@ -240,6 +247,51 @@ class SyncedOptimizer(WholeTensorOptimizer):
             for group in self.param_groups:
                 group["num_steps"] = self._at
 
+    # Parameters that were given other values ----------------------------------------------------------------------
+
+    def begin_round(self) -> None:
+        """Parameters were given other values, the same on all ranks: what ranks have moved since they last agreed is
+        forgotten. To be called after weights were loaded between two agreements. Collective with ``peers``.
+        """
+        self.forget_moved()
+        self.round_begun()
+
+    def forget_moved(self) -> None:
+        """The first half, for the parameters that the groups have now."""
+
+    def round_begun(self) -> None:
+        """The second half: all parameters had the first."""
+        for group in self.param_groups:
+            if "local_steps" in group:
+                group["local_steps"] = 0
+
+    # Parameters without a gradient -----------------------------------------------------------------------------------
+
+    def _count_missed(self) -> None:
+        """Of each parameter that has made a step, and none now."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None and (state := self.state.get(p)):
+                    for name, more in (("missed", 1), ("missed_variances", int(self._now.variance))):
+                        dict.__setitem__(state, name, state.get(name, 0) + more)  # the optimizer's own: no plan changes
+
+    def _missed(self, p: Tensor) -> tuple[int, int]:
+        """How many steps a parameter has missed since its first, and how many of these have updated the variance."""
+        state = self.state[p]
+        return int(state.get("missed", 0)), int(state.get("missed_variances", 0))
+
+    def _kind(self, p: Tensor) -> tuple[int, int]:
+        return self._missed(p)
+
+    def _idle(self) -> Iterator[tuple[dict[str, Any], Idle]]:
+        """The parameters that have states and no gradient, and their groups."""
+        for group in self.param_groups:
+            names = self.state_names(group)
+            for p in group["params"]:
+                if p.grad is None and names[0] in self.state.get(p, {}):
+                    self._make_states(group, p, names)  # they lie as the parameter does
+                    yield group, Idle(p, self.state[p], self._names_of(p, names))
+
     # Steps that compress ---------------------------------------------------------------------------------------------
 
     def _compressed_mean(self, measured: Sequence[Measured], values: Sequence[Tensor]) -> list[Tensor]:
@@ -252,6 +304,10 @@ class SyncedOptimizer(WholeTensorOptimizer):
         return [
             mean.masked_fill_(flat(v, p) == 0, 0.0) for mean, v, p in zip(found, variances, params, strict=True)
         ]  # fmt: skip
+
+    def _comes_late(self, batch: Batch) -> bool:
+        """These parameters make their first step, and others have made some."""
+        return not batch.step and any(int(state.get("step", 0)) for state in self.state.values())
 
     def _report(self, batch: Batch) -> None:
         """Say which elements have no variance now that it is frozen."""

@@ -72,6 +72,8 @@ class WholeTensorOptimizer(ElementwiseOptimizer):
         loss = super().step(closure, grad_scale=grad_scale)
         measured, self._measured = self._measured, []
         self._apply(measured)
+        for one in measured if self.takes_writes else ():
+            one.batch.note_writes()
         return loss
 
     def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float | Tensor) -> bool:

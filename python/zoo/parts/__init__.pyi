@@ -1,9 +1,14 @@
-from .clock import Clock as Clock
 from .declared import (
     declare_part as declare_part,
 )
 from .declared import (
     parts_of as parts_of,
+)
+from .handed import (
+    Handed as Handed,
+)
+from .handed import (
+    Unused as Unused,
 )
 from .hooks import (
     BACKWARD as BACKWARD,
@@ -40,6 +45,9 @@ from .protocols import (
     Closes as Closes,
 )
 from .protocols import (
+    CountsBatch as CountsBatch,
+)
+from .protocols import (
     Environment as Environment,
 )
 from .protocols import (
@@ -69,6 +77,7 @@ from .protocols import (
 from .protocols import (
     Sink as Sink,
 )
+from .record import Clock as Clock
 from .record import StepRecord as StepRecord
 from .shuffling import (
     drawn as drawn,

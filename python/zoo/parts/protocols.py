@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from zoo.parts.clock import Clock
-    from zoo.parts.record import StepRecord
+    from zoo.parts.record import Clock, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +50,13 @@ class OnBatch(Protocol):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the model's forward, training only; called before each, with what parts before this one
         returned."""
+
+
+class CountsBatch(Protocol):
+    """Gives a rank a micro-batch that stands for none, so that all ranks run the model as often."""
+
+    def counts_batch(self, clock: Clock) -> bool:
+        """Whether samples and tokens of the micro-batch that ``on_batch`` just had are counted."""
 
 
 class OnLoss(Protocol):

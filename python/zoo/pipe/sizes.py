@@ -1,8 +1,7 @@
-"""Layers in numbers, as far as the shapes of their parameters tell: for estimates of what they cost."""
+"""The shapes of a layer's parameters, from which :mod:`zoo.cost.stages` estimates what it costs."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import nn
@@ -23,18 +22,7 @@ def size_of(layer: Any) -> LayerSize:
         layer = layer.outline()
     if isinstance(layer, Segment):
         return LayerSize(multiplied=layer.num_parameters, kept_bytes=0, entering_bytes=0)
-    multiplied = kept = entering = 0
-    for shapes, itemsize, embeds in _leaves(layer):
-        matrices = [(shape[0], math.prod(shape[1:])) for shape in shapes if len(shape) > 1]
-        if embeds:
-            kept += sum(columns for _, columns in matrices) * itemsize
-            continue
-        multiplied += sum(rows * columns for rows, columns in matrices)
-        width = sum(rows + columns for rows, columns in matrices) or max((math.prod(s) for s in shapes), default=0)
-        kept += width * itemsize
-        first = matrices[0][1] if matrices else width
-        entering = entering or first * itemsize
-    return LayerSize(multiplied=multiplied, kept_bytes=kept, entering_bytes=entering)
+    return LayerSize.of_shapes(_leaves(layer))
 
 
 def _leaves(layer: Any) -> list[tuple[list[tuple[int, ...]], int, bool]]:

@@ -1,7 +1,9 @@
+from .costing import costing as costing
 from .flame import flame_page as flame_page
 from .flame import folded_stacks as folded_stacks
 from .formulas.call import Call as Call
 from .formulas.table import register_formula as register_formula
+from .layers import measure_layers as measure_layers
 from .model_profile import get_model_profile as get_model_profile
 from .profile import ModuleProfile as ModuleProfile
 from .profile import Operator as Operator

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from zoo.cost.operators import NOTHING, Work
+from zoo.cost.writing import write_whole
 from zoo.profiling.calls import CallNode, Calls, Pass
 from zoo.profiling.parameters import Parameters, parameters_of
 
@@ -33,13 +34,15 @@ class Utilisation:
     """Parts of a device's peak.
 
     Attributes:
-        mfu: model FLOPs utilisation: forward and backward (Chowdhery et al. 2022, "PaLM", appendix B).
+        mfu: model FLOPs utilisation: forward and backward (Chowdhery et al. 2022, "PaLM", appendix B), attention as if
+            nothing were masked. causal_mfu: without what a causal mask hides.
         hfu: hardware FLOPs utilisation: what is computed again too.
         estimated: backward was not measured; it was taken as twice the forward, and recomputation as
             ``recompute_fwd_factor`` forwards.
     """
 
     mfu: float
+    causal_mfu: float
     hfu: float
     estimated: bool
 
@@ -114,6 +117,12 @@ class Profile:
         return forward + backward if self.has_backward else 3 * forward
 
     @property
+    def causal_model_flops(self) -> int:
+        """The same without what a causal mask hides."""
+        forward, backward = self.model.forward.causal_flops, self.model.backward.causal_flops
+        return forward + backward if self.has_backward else 3 * forward
+
+    @property
     def hardware_flops(self) -> int:
         """With what was computed again."""
         if self.has_backward:
@@ -150,7 +159,8 @@ class Profile:
             raise ValueError(f"utilisation({peak_flops_per_s}, seconds={seconds}); both must be positive.")
         whole = peak_flops_per_s * seconds
         return Utilisation(
-            mfu=self.model_flops / whole, hfu=self.hardware_flops / whole, estimated=not self.has_backward
+            mfu=self.model_flops / whole, causal_mfu=self.causal_model_flops / whole, hfu=self.hardware_flops / whole,
+            estimated=not self.has_backward,
         )  # fmt: skip
 
     def module(self, path: str) -> ModuleProfile:
@@ -187,10 +197,10 @@ class Profile:
 
 
 def written(path: str | Path, text: str) -> None:
-    """Write a file, and the folder that it is in."""
+    """Write a file, whole or not at all, and the folder that it is in."""
     place = Path(path)
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(text, encoding="utf-8")
+    write_whole(place, text)
 
 
 def _values(work: Work) -> dict[str, int]:

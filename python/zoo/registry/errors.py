@@ -45,5 +45,5 @@ def alternatives(name: str, options: Iterable[str]) -> str:
     if not known:
         return "nothing is registered there"
     guess = nearest(name, known)
-    listed = "known: " + ", ".join(repr(option) for option in known)
-    return f"did you mean {guess!r}? {listed}" if guess else listed
+    listed = ", ".join(repr(option) for option in known)
+    return f"did you mean {guess!r}? known: {listed}" if guess else f"known: {listed}"

@@ -58,7 +58,8 @@ class Log:
         self.skipped_steps += later.skipped_steps
         self.broken += later.broken
         self.names_left_out = max(self.names_left_out, later.names_left_out)
-        self.cut = later.cut
+        # A line that is cut ends the file: the parts behind it have no line of their own.
+        self.cut = self.cut or later.cut
 
 
 def read_log(path: Path, *, processes: int | None = None) -> Log:

@@ -62,7 +62,8 @@ class Bucket:
             have too the mean of all: what is decided by it is decided alike there.
         num_gradient_bytes: of that of their gradients.
         partitioned: the parameters are whole only between gather and release.
-        updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
+        on_cpu: there is no other device. updates_off_device: parameters are on another device than the CPU, their
+            optimizer states are not.
         memory: of what comes and goes in every step.
         executor: gathers, releases and reduces it (:class:`zoo.shard.runtime.executor.Executor`, which knows buckets).
         source: where this rank's parameters are already, so that nothing is communicated; None: the values of rank 0.
@@ -108,10 +109,9 @@ class Bucket:
         self._slots = {name: slot for slot, name in enumerate(spec.names)}
         self.device = spec.parameters[0].device
         device_type = self.device.type
-        self.updates_off_device = (
-            placements.states.tier is not Tier.DEVICE
-            and (getattr(self.shard_group, "device_type", "cpu") if device_type == "meta" else device_type) != "cpu"
-        )
+        planned = getattr(self.shard_group, "device_type", "cpu")
+        self.on_cpu = (planned if device_type == "meta" else device_type) == "cpu"
+        self.updates_off_device = placements.states.tier is not Tier.DEVICE and not self.on_cpu
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.mean_bytes = spec.mean_numel * spec.dtype.itemsize if spec.axes else self.num_bytes
         self.num_gradient_bytes = self.layout.size * spec.gradient_dtype.itemsize
@@ -122,6 +122,7 @@ class Bucket:
         self.owner: Callable[[], Any] = _nobody
         self.on_refused: Callable[[Bucket, int], bool] | None = None
         self.in_turn: Callable[[Bucket], None] | None = None
+        self.apart: Callable[[], bool] = _never  # ranks that repeat it have other values, and meet again
         self.leases, self.active, self.context_serial = 0, 0, -1
         self.read_whole = False  # since the latest update, outside of forward and backward
         self.parameters = BucketParameters(self, source)
@@ -388,6 +389,10 @@ class Bucket:
 
 def _nobody() -> None:
     return None
+
+
+def _never() -> bool:
+    return False
 
 
 def _label(units: Sequence[str]) -> str:

@@ -25,8 +25,9 @@ class ZeroConfig(Section):
     """What is split over the data-parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
 
     reduce_bucket_size: Annotated[int | None, Documented(500_000_000)] = Field(default=None, ge=0)
-    """Units are coalesced into buckets, one collective each, up to this many elements; the smaller of this and
-    allgather_bucket_size counts. Default: 2**20. A unit is never split; 0: each unit has a bucket of its own."""
+    """Units, such as layers, are put together into buckets of at most this many elements; a bucket is one message. The
+    smaller of this and allgather_bucket_size counts. More means fewer messages and more memory. Default: 2**20. A unit
+    is never split; 0: each unit has a bucket of its own."""
 
     allgather_bucket_size: Annotated[int | None, Documented(500_000_000)] = Field(default=None, ge=0)
     """See reduce_bucket_size: parameters and gradients share their buckets."""
@@ -37,8 +38,10 @@ class ZeroConfig(Section):
     prefetch_bucket_size: Annotated[int | None, Documented(50_000_000)] = Field(
         default=None, ge=0, alias="stage3_prefetch_bucket_size"
     )
-    """Stage 3: parameters gathered ahead of the running unit, in the recorded order. Default: the largest bucket of
-    a unit that contains no others, twice where a gather has two stages (from NVMe, or between nodes first)."""
+    """Stage 3: how many elements are gathered ahead, while the layer before them computes. More hides more of the
+    communication and takes more memory; 0: nothing is gathered ahead. Default: one layer, as far as its parameters are
+    split: the largest bucket of a unit that contains no others; two where a gather has two stages (from NVMe, or
+    between nodes first)."""
 
     max_live_parameters: Annotated[int | None, Documented(1_000_000_000)] = Field(
         default=None, ge=0, alias="stage3_max_live_parameters"

@@ -19,7 +19,7 @@ from zoo.comm import Handle, advance
 from zoo.parts.hooks import own_hook
 from zoo.shard.guard import grad_dtype, has_raw_grad, raw_grad
 from zoo.shard.memory import CAN_REFUSE_STORAGE, allow_storage, refuse_storage
-from zoo.shard.partitioned import PartitionedAccessError, PartitionedGradient, WholeGradient
+from zoo.shard.partitioned import PartitionedAccessError, PartitionedGradient, WholeGradient, late, stray
 from zoo.shard.roles import GRADIENT, power_of
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class BucketGradients:
         role: mean over ranks of this rank's chunk of the gradient, once reduced, where gradients are sharded.
         squares: Σ g² of a shard that has left the device, where that is kept.
         reduced: there is a reduced gradient.
+        owed: what that is still to be multiplied by, before anybody reads it or adds to it: see :meth:`pay`.
         num_changes: how often it was reduced, and that of a parameter cleared, since it was dropped; the same on all
             ranks, unless some drop gradients that others step with.
     """
@@ -67,6 +68,7 @@ class BucketGradients:
         self._aside: torch.Tensor | None = None  # the sum of earlier backwards of the step, where it is not split
         self.squares: torch.Tensor | None = None
         self.reduced, self.num_changes = False, 0
+        self.owed: float | torch.Tensor = 1.0
         self.phase = _IDLE
         self._cleared: set[int] = set()  # slots of which `grad` was set to None
         self._cleared_at = 0
@@ -126,9 +128,10 @@ class BucketGradients:
         if self.phase is _ACCUMULATING:
             return
         if self.phase is _LAUNCHED:
-            raise self._late()
+            raise late(self.bucket.label)
         self._waits = False
         self.check_strays()
+        self.pay()
         if not self._here:
             allow_storage(self._storage._cdata)
             # A split gradient is dropped when it is reduced, and not written to again.
@@ -171,7 +174,7 @@ class BucketGradients:
         if self._resting and self.phase is _ACCUMULATING:
             self._resting = False
             if self.flat._version != self._version and not self._touched:
-                raise self._stray()
+                raise stray(self.bucket.label)
 
     def _in_its_unit(self) -> None:
         """Make the flat gradient what it stands for."""
@@ -244,7 +247,7 @@ class BucketGradients:
 
     def consume(self) -> None:
         """The update has taken it, before its backward is over: a gradient that comes now is late."""
-        self.reduced, self.num_changes = False, 0
+        self.reduced, self.num_changes, self.owed = False, 0, 1.0
         if self._split:
             self.role.drop()
 
@@ -255,7 +258,7 @@ class BucketGradients:
             self.phase = _IDLE
         if not CAN_REFUSE_STORAGE and self._has_strays():
             self._forget_strays()
-            raise self._late()
+            raise late(self.bucket.label)
 
     def _has_strays(self) -> bool:
         """Where nothing refuses to be written to: autograd has made a gradient beside the flat one, which is freed."""
@@ -280,7 +283,7 @@ class BucketGradients:
             self.ground()  # it reads and writes the memory that is freed here
         if self.bucket.routes.feedback is not None:
             self.bucket.routes.feedback.roll_back()
-        self.reduced, self.num_changes, self.phase = False, 0, _IDLE
+        self.reduced, self.num_changes, self.phase, self.owed = False, 0, _IDLE, 1.0
         self._arriving = self._resting = self._seen = self._waits = False
         if self._cleared:
             self._cleared.clear()
@@ -311,7 +314,7 @@ class BucketGradients:
     def _check_late(self) -> None:
         """Raise if a gradient arrived after the reduction had begun: it would be lost."""
         if self.phase is _LAUNCHED and self.flat._version != self._version:
-            raise self._late()
+            raise late(self.bucket.label)
 
     def check_strays(self) -> None:
         """Raise RuntimeError if something was added while nothing could be.
@@ -323,25 +326,7 @@ class BucketGradients:
         ):
             self._version = self.flat._version
             self._forget_strays()
-            raise self._stray()
-
-    def _stray(self) -> RuntimeError:
-        return RuntimeError(
-            f"a gradient of {self.bucket.label} arrived in a backward that did not come through the output of its "
-            "module (a penalty on the weights alone, a loss behind a transform of torch.func, or another layer that "
-            "was given this parameter after construction), and was not reduced. Add that loss to the one of the model, "
-            "so that one backward brings both, or tie layers before construction; zero_grad() forgets it."
-        )
-
-    def _late(self) -> PartitionedAccessError:
-        return PartitionedAccessError(
-            f"a gradient of {self.bucket.label} arrived after it had been reduced: one of its parameters was used "
-            "before its unit's forward, or outside of a model that is one graph of zoo.compile (a penalty on the "
-            "weights), so its gradient comes last in backward. Say so with register_external_parameter(module, "
-            "parameter), or pass overlap_comm=False, which reduces at the end of backward. Or two layers were tied "
-            "after construction: tie them before. Or it was used before under re-entrant checkpointing of a module "
-            "that was called by itself: call the model as a whole, or checkpoint with use_reentrant=False."
-        )
+            raise stray(self.bucket.label)
 
     # The reduced gradient in its tier --------------------------------------------------------------------------------
 
@@ -377,9 +362,25 @@ class BucketGradients:
         """(P,) the reduced gradient, where this rank has all of it."""
         return self.role.read() if self._split else self._raw
 
+    def pay(self) -> None:
+        """Multiply it by what is owed. An update need not write down what it clips by: most gradients are dropped."""
+        owed, self.owed = self.owed, 1.0
+        if self.reduced and not (isinstance(owed, float) and owed == 1.0):
+            for chunk in self.bucket.updated_chunks:
+                with self.edited(chunk) as mean:
+                    if isinstance(owed, float):
+                        mean.mul_(owed)
+                    else:  # the bits that a number has, which torch never rounds to 16
+                        mean.copy_(mean.to(torch.promote_types(mean.dtype, torch.float32)).mul_(owed))
+
+    def paid(self) -> None:
+        """Somebody has multiplied it by what was owed."""
+        self.owed, self.squares = 1.0, None
+
     @contextlib.contextmanager
     def edited(self, index: int) -> Iterator[torch.Tensor]:
         """(n,) the reduced gradient of chunk ``index``, to be written to."""
+        self.pay()
         if not self._split:
             yield self.reduced_chunk(index)
             return
@@ -400,6 +401,7 @@ class BucketGradients:
             return WholeGradient.of(self._views[slot], self.bucket, slot)
         if not self.reduced:
             return None
+        self.pay()
         bucket = self.bucket
         if (bucket.placements.states.is_split and bucket.routes.axes.world.size > 1) or not self._here:
             return PartitionedGradient.of(self, slot)

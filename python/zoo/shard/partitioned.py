@@ -338,3 +338,28 @@ def without_values(
     trains = tensor.requires_grad and torch.is_grad_enabled()
     views = [PartitionedValues.of(parameter, refuse, view, trains) for view in flat_tensors(found)]
     return type(found)(views) if isinstance(found, (tuple, list)) else views[0]
+
+
+# -- gradients that arrive when nothing reduces them -------------------------------------------------------------------
+
+
+def stray(label: str) -> RuntimeError:
+    """Of one of the bucket ``label`` that came while nothing was to come."""
+    return RuntimeError(
+        f"a gradient of {label} arrived in a backward that did not come through the output of its "
+        "module (a penalty on the weights alone, a loss behind a transform of torch.func, or another layer that "
+        "was given this parameter after construction), and was not reduced. Add that loss to the one of the model, "
+        "so that one backward brings both, or tie layers before construction; zero_grad() forgets it."
+    )
+
+
+def late(label: str) -> PartitionedAccessError:
+    """Of one that came after the reduction of the bucket ``label`` had begun."""
+    return PartitionedAccessError(
+        f"a gradient of {label} arrived after it had been reduced: one of its parameters was used "
+        "before its unit's forward, or outside of a model that is one graph of zoo.compile (a penalty on the "
+        "weights), so its gradient comes last in backward. Say so with register_external_parameter(module, "
+        "parameter), or pass overlap_comm=False, which reduces at the end of backward. Or two layers were tied "
+        "after construction: tie them before. Or it was used before under re-entrant checkpointing of a module "
+        "that was called by itself: call the model as a whole, or checkpoint with use_reentrant=False."
+    )

@@ -16,7 +16,7 @@ from zoo.sim.errors import (
     WaitTimeoutError,
 )
 from zoo.sim.faults import Crash, Delay, Fault
-from zoo.sim.programs import Programs, compute, costing
+from zoo.sim.programs import Programs, compute
 from zoo.sim.runner import defaults, run
 from zoo.sim.trace import Event, Trace
 
@@ -34,7 +34,6 @@ __all__ = [
     "Trace",
     "WaitTimeoutError",
     "compute",
-    "costing",
     "defaults",
     "dry",
     "run",

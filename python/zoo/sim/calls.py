@@ -69,6 +69,7 @@ class Call:
     source: int | None = None
     entry: Entry | None = None
     told: Told = field(default_factory=Told)
+    absent = False  # its rank runs
 
     @property
     def rank(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Crash", "Delay", "Fault"]
@@ -40,7 +40,8 @@ Fault = Crash | Delay
 class FaultPlan:
     """The faults of one run, looked up by rank and operation number."""
 
-    def __init__(self, faults: Iterable[Fault], world_size: int) -> None:
+    def __init__(self, faults: Iterable[Fault], world_size: int, running: Sequence[int]) -> None:
+        self._running = running
         self.crashes: dict[int, Crash] = {}
         self.delays: dict[tuple[int, int], int] = {}
         for fault in faults:
@@ -53,6 +54,11 @@ class FaultPlan:
             raise ValueError(
                 f"{fault!r} names rank {fault.rank}, but the ranks of this run are 0 to {world_size - 1}; "
                 "name one of them or run with more ranks"
+            )
+        if len(self._running) < world_size and fault.rank not in self._running:
+            raise ValueError(
+                f"{fault!r} names rank {fault.rank}, in whose place another rank of its role runs; name one of "
+                f"{list(self._running)[:9]}, or run all ranks"
             )
         if fault.at < 0:
             raise ValueError(f"{fault!r}: at is {fault.at}, but operations are counted from 0; give at >= 0")

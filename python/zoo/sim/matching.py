@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from zoo.sim.calls import Call
 from zoo.sim.errors import DivergenceError, PeerLostError, Stop, WaitTimeoutError
 from zoo.sim.movers import MOVERS
 from zoo.sim.order import Entry, Orders
+from zoo.sim.roles import Absent
 from zoo.sim.scheduler import Scheduler, ranks_text
 
 __all__ = ["GroupState"]
@@ -19,17 +21,18 @@ __all__ = ["GroupState"]
 class CallMatch:
     """The calls of one collective in group-rank order, or one send and its receive."""
 
-    def __init__(self, scheduler: Scheduler, calls: list[Call]) -> None:
+    def __init__(self, scheduler: Scheduler, calls: list[Call], everyone: list[Any]) -> None:
         self.scheduler = scheduler
         self.calls = calls
+        self.everyone = everyone  # with members that do not run
         self.not_before = 0
 
     def complete(self) -> None:
         """Move the data, in whichever thread the scheduler runs, and mark the calls done."""
         error: BaseException | None = None
         try:
-            check_pairs(self.calls)
-            move(self.calls)
+            check_pairs(self.everyone)
+            move(self.everyone)
         except DivergenceError as found:
             self.scheduler.abort(found)
             return
@@ -40,7 +43,7 @@ class CallMatch:
         self.calls[0].group.advance()
 
 
-def move(calls: list[Call]) -> None:
+def move(calls: list[Any]) -> None:
     """Run the mover of these calls, unseen by autograd and by the modes of the current thread."""
     on_cuda = any(tensor.is_cuda for call in calls for tensor in (*call.inputs, *call.outputs))
     with torch.no_grad(), quiet():
@@ -58,6 +61,9 @@ class GroupState:
         self.scheduler = scheduler
         self.name = name
         self.ranks = ranks
+        self.places = scheduler.roles.places(ranks)  # of each member, that of the one which runs in its place
+        self.num_running = sum(place == at for at, place in enumerate(self.places))
+        self.members = tuple(sorted(ranks))
         self.issued = [0] * len(ranks)
         self.slots: dict[int, list[Call | None]] = {}
         self.sends: list[Call] = []
@@ -95,10 +101,10 @@ class GroupState:
             for match in self.orders.turn():
                 self.scheduler.make_ready(match, max(call.delay for call in match.calls))
 
-    def _complete(self, calls: list[Call]) -> None:
+    def _complete(self, calls: list[Call], everyone: list[Any]) -> None:
         if self.scheduler.programs is not None:
             self.scheduler.programs.matched(calls)
-        match = CallMatch(self.scheduler, calls)
+        match = CallMatch(self.scheduler, calls, everyone)
         if self.orders is None:
             self.scheduler.make_ready(match, max(call.delay for call in calls))
         else:
@@ -148,7 +154,7 @@ class GroupState:
         slot = self.slots.setdefault(place, [None] * len(self.ranks))
         slot[call.group_rank] = call
         calls = [other for other in slot if other is not None]
-        if len(calls) < len(self.ranks):
+        if len(calls) < self.num_running:
             return
         # Only now: with all calls there the report can say who is the odd one out.
         error = _divergence(calls)
@@ -156,12 +162,19 @@ class GroupState:
             self.scheduler.abort(error)
             raise Stop
         del self.slots[place]
-        self._complete(calls)
+        if self.num_running == len(self.ranks):
+            self._complete(calls, calls)
+        else:
+            absent = {call.group_rank: Absent(call) for call in calls}
+            self._complete(
+                calls, [slot[at] if at == other else absent[other] for at, other in enumerate(self.places)]
+            )  # fmt: skip
 
     # -- send and receive -------------------------------------------------------------------------------------------
 
     def send(self, call: Call) -> None:
         """Match with the oldest fitting receive, or wait for one (a send is a rendezvous: it keeps no copy)."""
+        self._check_peer(call)
         if self.ranks[call.peer or 0] in self.lost:
             call.finish(self._lost_error(call))
             return
@@ -174,6 +187,7 @@ class GroupState:
 
     def recv(self, call: Call) -> None:
         """Match with a waiting send; from anyone: the choice among senders is the scheduler's."""
+        self._check_peer(call)
         fitting: dict[int, Call] = {}
         for send in self.sends:
             if self._fit(send, call):
@@ -190,7 +204,15 @@ class GroupState:
 
     def _pair(self, send: Call, recv: Call) -> None:
         recv.source = send.group_rank
-        self._complete([send, recv])
+        self._complete([send, recv], [send, recv])
+
+    def _check_peer(self, call: Call) -> None:
+        if call.peer is not None and self.places[call.peer] != call.peer:
+            raise ValueError(
+                f"rank {call.rank} called {call.describe()}, and rank {self.ranks[call.peer]} does not run: rank "
+                f"{self.ranks[self.places[call.peer]]} has its role. Run all ranks, or choose roles whose first ranks "
+                "send to one another."
+            )
 
     def _fit(self, send: Call, recv: Call) -> bool:
         """Tags count under gloo alone; without them messages of a pair match in their order."""
@@ -244,7 +266,7 @@ class GroupState:
             return f"{who} to {verb}"
         for slot in self.slots.values():
             if call in slot:
-                return ranks_text(rank for rank, there in zip(self.ranks, slot, strict=True) if there is None)
+                return ranks_text(self._absent(slot))
         return "its completion"
 
     def absent(self, call: Call) -> tuple[int, ...]:
@@ -253,8 +275,15 @@ class GroupState:
             return () if call.peer is None else (self.ranks[call.peer],)
         for slot in self.slots.values():
             if call in slot:
-                return tuple(rank for rank, there in zip(self.ranks, slot, strict=True) if there is None)
+                return tuple(self._absent(slot))
         return ()
+
+    def _absent(self, slot: list[Call | None]) -> list[int]:
+        """The ranks that run and have not come."""
+        return [
+            rank for at, (rank, there) in enumerate(zip(self.ranks, slot, strict=True))
+            if there is None and self.places[at] == at
+        ]  # fmt: skip
 
     def divergence(self) -> DivergenceError | None:
         """Among collectives that not all members have come to: one on which those who came disagree already."""
@@ -273,7 +302,7 @@ class GroupState:
             return error
         for slot in self.slots.values():
             calls = [call for call in slot if call is not None]
-            absent = [rank for rank, call in zip(self.ranks, slot, strict=True) if call is None]
+            absent = self._absent(slot)
             return DivergenceError(
                 f"{ranks_text(call.rank for call in calls)} called {calls[0].describe()}, but {ranks_text(absent)} "
                 "returned without making that call",
@@ -306,11 +335,15 @@ def _divergence(calls: list[Call]) -> DivergenceError | None:
 # -- sizes that may differ between ranks, but must fit pairwise -----------------------------------------------------
 
 
-def check_pairs(calls: list[Call]) -> None:
+def check_pairs(calls: list[Any]) -> None:
     """Where ranks may give different sizes: what one gives must be what the other expects, or both are named."""
     check = _PAIR_CHECKS.get(calls[0].op)
     if check is not None:
         check(calls)
+
+
+def _running(calls: list[Any]) -> list[Any]:
+    return [call for call in calls if not call.absent]
 
 
 def _demand(given: int, expected: int, giver: Call, taker: Call, unit: str = "elements") -> None:
@@ -322,35 +355,40 @@ def _demand(given: int, expected: int, giver: Call, taker: Call, unit: str = "el
         )
 
 
-def _check_all_gather(calls: list[Call]) -> None:
-    for taker in calls:
+def _check_all_gather(calls: list[Any]) -> None:
+    for taker in _running(calls):
         for index, giver in enumerate(calls):
             for item, tensor in enumerate(giver.inputs):
                 _demand(tensor.numel(), taker.outputs[item * len(calls) + index].numel(), giver, taker)
 
 
-def _check_all_to_all(calls: list[Call]) -> None:
-    for target, taker in enumerate(calls):
+def _check_all_to_all(calls: list[Any]) -> None:
+    for taker in _running(calls):
+        target = taker.group_rank
         for source, giver in enumerate(calls):
             _demand(giver.inputs[target].numel(), taker.outputs[source].numel(), giver, taker)
 
 
-def _check_all_to_all_single(calls: list[Call]) -> None:
-    for target, taker in enumerate(calls):
+def _check_all_to_all_single(calls: list[Any]) -> None:
+    for taker in _running(calls):
+        target = taker.group_rank
         for source, giver in enumerate(calls):
             _demand((giver.in_splits or [])[target], (taker.out_splits or [])[source], giver, taker, "rows")
 
 
-def _check_gather(calls: list[Call]) -> None:
+def _check_gather(calls: list[Any]) -> None:
     root = calls[calls[0].root or 0]
-    for giver, target in zip(calls, root.outputs, strict=True):
+    for giver, target in zip(calls, root.outputs, strict=True) if not root.absent else ():
         _demand(giver.inputs[0].numel(), target.numel(), giver, root)
 
 
-def _check_scatter(calls: list[Call]) -> None:
+def _check_scatter(calls: list[Any]) -> None:
     root = calls[calls[0].root or 0]
+    if root.absent:
+        raise ValueError(f"{root.describe()}: the root does not run; choose roles whose first ranks are the roots.")
     for taker, tensor in zip(calls, root.inputs, strict=True):
-        _demand(tensor.numel(), taker.outputs[0].numel(), root, taker)
+        if not taker.absent:
+            _demand(tensor.numel(), taker.outputs[0].numel(), root, taker)
 
 
 def _check_p2p(calls: list[Call]) -> None:
@@ -364,7 +402,7 @@ def _check_p2p(calls: list[Call]) -> None:
         )
 
 
-_PAIR_CHECKS: dict[str, Callable[[list[Call]], None]] = {
+_PAIR_CHECKS: dict[str, Callable[[list[Any]], None]] = {
     "all_gather": _check_all_gather,
     "all_gather_coalesced": _check_all_gather,
     "all_to_all": _check_all_to_all,

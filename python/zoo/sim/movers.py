@@ -1,4 +1,5 @@
-"""What each collective computes. Every function gets the calls of one match in group-rank order.
+"""What each collective computes. Every function gets the calls of one match in group-rank order, ``Absent`` ones for
+members that do not run: they give, and get nothing.
 
 All of them read everything before they write anything, so inputs and outputs may share memory. Reductions go through
 ``reduce_tensors`` alone, so that all forms of them agree bit for bit.
@@ -8,23 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zoo.sim.calls import reduce_name
-
-if TYPE_CHECKING:
-    from zoo.sim.calls import Call
+from zoo.sim.roles import counted
 
 __all__ = ["MOVERS", "premul_factor", "reduce_tensors"]
 
 
-def reduce_tensors(op: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
+def reduce_tensors(op: Any, tensors: list[torch.Tensor], counts: list[int] | None = None) -> torch.Tensor:
     """``((t0 + t1) + t2) + ...``: one operand after the other, in group-rank order, in the dtype of the operands.
 
     That holds for bf16 and fp16 as well: each partial sum is rounded to the dtype. AVG divides the sum by the number
     of ranks (integers: rounding towards zero); PREMUL_SUM multiplies each operand by its factor, then sums.
+
+    Args:
+        counts: how many ranks give each operand, where some stand in for others: sums take it so many times.
     """
     name = reduce_name(op).partition("(")[0]
     combine = _COMBINE.get(name)
@@ -33,13 +35,26 @@ def reduce_tensors(op: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
     if name == "PREMUL_SUM":
         factor = premul_factor(op)
         tensors = [tensor * factor for tensor in tensors]
+    num = len(tensors)
+    if counts is not None and max(counts) > 1:
+        num = sum(counts)
+        tensors = [_times(name, tensor, count) for tensor, count in zip(tensors, counts, strict=True)]
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total = combine(total, tensor if tensor.device == total.device else tensor.to(total.device))
     if name == "AVG":
         whole = not (total.is_floating_point() or total.is_complex())
-        total = total.div_(len(tensors), rounding_mode="trunc") if whole else total.div_(len(tensors))
+        total = total.div_(num, rounding_mode="trunc") if whole else total.div_(num)
     return total
+
+
+def _times(name: str, tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """What so many equal operands make of each other."""
+    if name in ("SUM", "AVG", "PREMUL_SUM"):
+        return tensor * count
+    if name == "PRODUCT":
+        return tensor**count
+    return tensor * (count % 2) if name == "BXOR" else tensor
 
 
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -78,109 +93,127 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1)
 
 
-def _all_reduce(calls: list[Call]) -> None:
+def _all_reduce(calls: list[Any]) -> None:
     for index in range(len(calls[0].inputs)):
-        total = reduce_tensors(calls[0].reduce_op, [call.inputs[index].detach() for call in calls])
-        for call in calls:
+        total = _reduced(calls, index)
+        for call in _running(calls):
             _write(call.outputs[index], total)
 
 
-def _reduce(calls: list[Call]) -> None:
-    total = reduce_tensors(calls[0].reduce_op, [call.inputs[0].detach() for call in calls])
-    _write(calls[_root(calls)].outputs[0], total)
+def _reduce(calls: list[Any]) -> None:
+    total = _reduced(calls, 0)
+    for target in calls[_root(calls)].outputs[:1]:
+        _write(target, total)
 
 
-def _broadcast(calls: list[Call]) -> None:
+def _broadcast(calls: list[Any]) -> None:
     root = _root(calls)
     for index, value in enumerate(calls[root].inputs):
-        for call in calls:
+        for call in _running(calls):
             if call is not calls[root]:
                 _write(call.outputs[index], value.detach())
 
 
-def _all_gather(calls: list[Call]) -> None:
+def _all_gather(calls: list[Any]) -> None:
     """``outputs`` holds, for each input in turn, one tensor for each rank."""
     size = len(calls)
     for index in range(len(calls[0].inputs)):
         values = [call.inputs[index].detach().clone() for call in calls]
-        for call in calls:
+        for call in _running(calls):
             for source, value in enumerate(values):
                 _write(call.outputs[index * size + source], value)
 
 
-def _all_gather_single(calls: list[Call]) -> None:
+def _all_gather_single(calls: list[Any]) -> None:
     for index in range(len(calls[0].inputs)):
         whole = torch.cat([_flat(call.inputs[index]).to(calls[0].inputs[index].device) for call in calls])
-        for call in calls:
+        for call in _running(calls):
             _write(call.outputs[index], whole)
 
 
-def _reduce_scatter(calls: list[Call]) -> None:
-    totals = [
-        reduce_tensors(calls[0].reduce_op, [call.inputs[target].detach() for call in calls])
-        for target in range(len(calls))
-    ]
-    for call, total in zip(calls, totals, strict=True):
-        _write(call.outputs[0], total)
+def _reduce_scatter(calls: list[Any]) -> None:
+    totals = [(taker, _reduced(calls, taker.group_rank)) for taker in _running(calls)]
+    for taker, total in totals:
+        _write(taker.outputs[0], total)
 
 
-def _reduce_scatter_single(calls: list[Call]) -> None:
+def _reduce_scatter_single(calls: list[Any]) -> None:
     for index in range(len(calls[0].inputs)):
-        total = reduce_tensors(calls[0].reduce_op, [_flat(call.inputs[index]) for call in calls])
-        for call, part in zip(calls, total.view(len(calls), -1), strict=True):
-            _write(call.outputs[index], part)
+        total = _flat(_reduced(calls, index)).view(len(calls), -1)
+        for call in _running(calls):
+            _write(call.outputs[index], total[call.group_rank])
 
 
-def _all_to_all(calls: list[Call]) -> None:
-    values = [[tensor.detach().clone() for tensor in call.inputs] for call in calls]
-    for target, call in enumerate(calls):
-        for source in range(len(calls)):
-            _write(call.outputs[source], values[source][target])
+def _all_to_all(calls: list[Any]) -> None:
+    takers = _running(calls)
+    values = [[call.inputs[taker.group_rank].detach().clone() for call in calls] for taker in takers]
+    for taker, given in zip(takers, values, strict=True):
+        for source, value in enumerate(given):
+            _write(taker.outputs[source], value)
 
 
-def _all_to_all_single(calls: list[Call]) -> None:
-    parts = [torch.split(call.inputs[0].detach().clone(), call.in_splits or []) for call in calls]
-    for target, call in enumerate(calls):
+def _all_to_all_single(calls: list[Any]) -> None:
+    own = {
+        id(call.inputs): torch.split(call.inputs[0].detach().clone(), call.in_splits or [])
+        for call, _ in counted(calls)
+    }  # fmt: skip
+    parts = [own[id(call.inputs)] for call in calls]
+    for call in _running(calls):
         ends = list(accumulate(call.out_splits or []))
         for source, end in enumerate(ends):
             begin = end - (call.out_splits or [])[source]
-            _write(call.outputs[0][begin:end], parts[source][target])
+            _write(call.outputs[0][begin:end], parts[source][call.group_rank])
 
 
-def _gather(calls: list[Call]) -> None:
+def _gather(calls: list[Any]) -> None:
     root = calls[_root(calls)]
+    if root.absent:
+        return
     values = [call.inputs[0].detach().clone() for call in calls]
     for target, value in zip(root.outputs, values, strict=True):
         _write(target, value)
 
 
-def _gather_single(calls: list[Call]) -> None:
-    _write(calls[_root(calls)].outputs[0], torch.cat([_flat(call.inputs[0]) for call in calls]))
+def _gather_single(calls: list[Any]) -> None:
+    for target in calls[_root(calls)].outputs[:1]:
+        _write(target, torch.cat([_flat(call.inputs[0]) for call in calls]))
 
 
-def _scatter(calls: list[Call]) -> None:
+def _scatter(calls: list[Any]) -> None:
     values = [tensor.detach().clone() for tensor in calls[_root(calls)].inputs]
     for call, value in zip(calls, values, strict=True):
-        _write(call.outputs[0], value)
+        if not call.absent:
+            _write(call.outputs[0], value)
 
 
-def _barrier(calls: list[Call]) -> None:
+def _barrier(calls: list[Any]) -> None:
     del calls
 
 
-def _p2p(calls: list[Call]) -> None:
+def _p2p(calls: list[Any]) -> None:
     send, recv = calls
     _write(recv.outputs[0], send.inputs[0].detach())
 
 
-def _root(calls: list[Call]) -> int:
-    root = calls[0].root
+def _running(calls: list[Any]) -> list[Any]:
+    return [call for call in calls if not call.absent]
+
+
+def _reduced(calls: list[Any], index: int) -> torch.Tensor:
+    """Of the tensors of this number that each member gives."""
+    own = counted(calls)
+    tensors = [call.inputs[index].detach() for call, _ in own]
+    return reduce_tensors(calls[0].reduce_op, tensors, [count for _, count in own])
+
+
+def _root(calls: list[Any]) -> int:
+    root: int | None = calls[0].root
     if root is None:
         raise AssertionError(f"{calls[0].op} on rank {calls[0].rank} has no root")
     return root
 
 
-MOVERS: dict[str, Callable[[list[Call]], None]] = {
+MOVERS: dict[str, Callable[[list[Any]], None]] = {
     "all_reduce": _all_reduce,
     "all_reduce_coalesced": _all_reduce,
     "reduce": _reduce,

@@ -7,22 +7,16 @@ rank that is slow.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from zoo.cost import pass_s, product_s
 from zoo.cost.events import Compute, Program, Start, Wait
-from zoo.cost.hardware import Device
 from zoo.sim.world import place
 
 if TYPE_CHECKING:
     from zoo.sim.calls import Call
 
-__all__ = ["Programs", "compute", "costing"]
+__all__ = ["Programs", "compute"]
 
 
 class Programs:
@@ -30,28 +24,33 @@ class Programs:
 
     Args:
         measured: the time in which a rank runs between two communications is what it computes. Without, only what
-            :func:`compute` and :func:`costing` say.
+            :func:`compute` and :func:`zoo.profiling.costing` say.
         scale: factor of measured seconds.
     """
 
     def __init__(self, *, measured: bool = False, scale: float = 1.0) -> None:
         self._measured, self._scale = measured, scale
-        self._items: list[list[Any]] = []
+        self._items: dict[int, list[Any]] = {}
         self._since: float | None = None
         self._matches = 0
 
     def programs(self) -> list[Program]:
-        """Of each rank. A communication that did not happen in the run is left out."""
+        """Of each rank that ran, in order. A communication that did not happen in the run is left out."""
         found: list[Program] = []
-        for items in self._items:
+        for items in self._items.values():
             found.append([i if isinstance(i, Compute) else i.item() for i in items if _happened(i)])
         return found
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that ran: all of them, or one for each role."""
+        return tuple(self._items)
+
     # -- called by the run --------------------------------------------------------------------------------------------
 
-    def begin(self, world_size: int) -> None:
-        """A run begins."""
-        self._items = [[] for _ in range(world_size)]
+    def begin(self, ranks: Sequence[int]) -> None:
+        """A run of these ranks begins."""
+        self._items = {rank: [] for rank in ranks}
 
     def resume(self) -> None:
         """A rank has the baton."""
@@ -82,14 +81,20 @@ class Programs:
     def matched(self, calls: list[Call]) -> None:
         """These are one communication."""
         number, self._matches = self._matches, self._matches + 1
-        members = tuple(sorted({call.rank for call in calls}))
         first = calls[0]
+        members = first.group.members if first.op != "send" else tuple(sorted({call.rank for call in calls}))
         stream = first.group.name
         if first.op == "send":  # messages of a pair, a direction and a tag keep their order
             stream += f": {first.rank} to {calls[1].rank}" + (f", tag {first.tag}" if first.tag else "")
-        num_bytes = max(call.num_bytes() for call in calls)
+        num_bytes = max(map(_num_bytes, calls))
         for call in calls:
             call.told.start = Start(number, members, stream, first.op, num_bytes, first.op)
+
+
+def _num_bytes(call: Call) -> int:
+    """What a rank gives, or of all to all gets, where that is more: all may send to one."""
+    got = call.outputs if call.op.startswith("all_to_all") else []
+    return max(call.num_bytes(), sum(tensor.numel() * tensor.element_size() for tensor in got))
 
 
 class Told:
@@ -133,51 +138,3 @@ def compute(seconds: float, name: str = "") -> None:
     programs = where.scheduler.programs if where is not None else None
     if where is not None and programs is not None:
         programs.compute(where.rank.index, seconds, name)
-
-
-@contextmanager
-def costing(device: Device, *, dtype: str = "bf16", name: Callable[[], str] | None = None) -> Iterator[None]:
-    """Within the context, what this rank computes takes as long as it would on a device.
-
-    Products of matrices and attention cost their FLOPs, everything else the bytes that it reads and writes; what only
-    looks at a tensor's memory anew costs nothing. Backward within the context counts as well.
-
-    Args:
-        dtype: that products are computed in there. name: of what is computed now.
-    """
-    mode: Any = _Costing  # torch has no types here
-    with mode(device, dtype, name):
-        yield
-
-
-class _Costing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, device: Device, dtype: str, name: Callable[[], str] | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._dtype, self._name = device, dtype, name
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view and func.namespace != "c10d":
-            compute(self._seconds(func, args, out), self._name() if self._name is not None else "")
-        return out
-
-    def _seconds(self, func: Any, args: Any, out: Any) -> float:
-        name = func._schema.name
-        if name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"):
-            a, b = args[-2:] if len(args) >= 2 else args
-            *batch, m, k = a.shape
-            return product_s(
-                self._device, m, b.shape[-1], k, batch=batch[0] if batch else 1, dtype=self._dtype,
-                itemsize=a.element_size(),
-            )  # fmt: skip
-        tensors = [t for t in (*args, *(out if isinstance(out, (tuple, list)) else [out])) if _is_real(t)]
-        if name.startswith("aten::_scaled_dot_product"):
-            q, k = args[0], args[1]
-            forward = 4 * q[..., 0].numel() * k.shape[-2] * q.shape[-1]
-            factor = 2.5 if "backward" in name else 1.0
-            return float(factor * forward / (self._device.peak(self._dtype) * self._device.reached))
-        return pass_s(self._device, sum(t.nbytes for t in tensors))
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)

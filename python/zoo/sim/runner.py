@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from zoo.sim.errors import Died, RankError, SimTimeoutError, Stop
 from zoo.sim.faults import Crash, Fault, FaultPlan
 from zoo.sim.programs import Programs
 from zoo.sim.rng import RngStates
+from zoo.sim.roles import Roles
 from zoo.sim.scheduler import Mode, Rank, Scheduler, ranks_text
 from zoo.sim.store import SimStore
 from zoo.sim.trace import Trace
@@ -30,6 +31,7 @@ from zoo.sim.world import Place, enter, installed, place
 __all__ = ["defaults", "run"]
 
 T = TypeVar("T")
+_NAP_S = 1.0
 _GRACE_S = 5.0  # for a rank to unwind after it was told to stop
 _one_run = threading.Lock()  # the world switch and the random number generators belong to the process
 
@@ -60,6 +62,7 @@ def run(
     transport: str | None = None,
     group_timeout_s: float | None = None,
     programs: Programs | None = None,
+    role_of: Callable[[int], Hashable] | None = None,
 ) -> list[T | Crash]:
     """``[fn(0), ..., fn(world_size - 1)]``, run as the ranks of one simulated job.
 
@@ -76,8 +79,12 @@ def run(
     semantics: "gloo" or "nccl", see the README; where not given, what ``defaults`` says, else "gloo".
     transport: how zoo.comm's all-gather and reduce-scatter travel, "native" (the simulator's collectives), "pairwise"
         (the messages of CPU jobs) or "shared" (as "pairwise", until a communicator is asked to share memory); these two
-        not under "nccl". Where not given, what ``defaults`` says, else "native".
+        not under "nccl". Where not given, what ``defaults`` says, else "native", which alone goes with ``role_of``.
     programs: gets what each rank computes, begins and waits for; ``zoo.cost.simulate_events`` gives it its time.
+    role_of: where it is given, only the first rank of each role runs, and gives in collectives what all ranks of its
+        role give: a job of 100,000 ranks takes the threads of its roles. The results are those of the ranks that ran.
+        What ranks of one role do must be the same; values are as if they had the same data. A rank sends messages to
+        ranks that run, and scatters come from one.
     group_timeout_s: the timeout of the default group in simulated seconds; that of other groups is what they are made
         with. Not given, the timeouts of groups are ignored, and who waits for ever makes a ``DeadlockError``.
 
@@ -91,15 +98,22 @@ def run(
     ``DeadlockError``, ``DivergenceError``, ``SimTimeoutError``. In each case all ranks have been stopped and joined.
     """
     world_size, seed = _check(world_size, fn, seed, timeout_s)
-    mode = Mode(semantics or _defaults.semantics, transport or _defaults.transport, group_timeout_s).check()
-    plan = FaultPlan(faults, world_size)
+    usual = _defaults.transport if role_of is None else "native"
+    mode = Mode(semantics or _defaults.semantics, transport or usual, group_timeout_s).check()
+    roles = Roles(world_size, role_of)
+    if not roles.all_run and mode.transport != "native":
+        raise ValueError(
+            f'role_of goes with transport="native", not with "{mode.transport}": direct messages have the ranks that '
+            "do not run on their other side"
+        )
+    plan = FaultPlan(faults, world_size, roles.running)
     with _one_run:
         group.register()
         outlive_ranks()
         caller = RngStates.capture()
-        scheduler = Scheduler(world_size, seed, plan, trace, caller, mode)
+        scheduler = Scheduler(roles, seed, plan, trace, caller, mode)
         if programs is not None:
-            programs.begin(world_size)
+            programs.begin(roles.running)
             scheduler.programs = programs
         try:
             with installed():
@@ -148,8 +162,20 @@ def _run_ranks(scheduler: Scheduler, fn: Callable[[int], Any], timeout_s: float)
 
 
 def _watch(scheduler: Scheduler, timeout_s: float) -> None:
-    """Wait for the end; stop a rank that holds the baton for too long."""
-    while not scheduler.done.wait(max(0.01, scheduler.baton_since + timeout_s - time.monotonic())):
+    """Wait for the end; stop a rank that holds the baton for too long.
+
+    The watch sleeps for short times. One that took far longer was a time in which the whole process was stopped.
+    """
+    slept_s = time.monotonic()
+    while True:
+        left_s = scheduler.baton_since + timeout_s - time.monotonic()
+        nap_s = max(0.01, min(left_s, _NAP_S))
+        if scheduler.done.wait(nap_s):
+            return
+        slept_s, before = time.monotonic(), slept_s
+        if slept_s - before > nap_s + _NAP_S:
+            scheduler.baton_since += slept_s - before
+            continue
         rank = scheduler.running
         if rank is None or time.monotonic() - scheduler.baton_since < timeout_s:
             continue
@@ -208,7 +234,7 @@ def _body(scheduler: Scheduler, me: Rank, fn: Callable[[int], Any], stores: Any)
         dist.init_process_group(
             group.BACKEND,
             rank=me.index,
-            world_size=len(scheduler.ranks),
+            world_size=scheduler.roles.world_size,
             store=store,
             timeout=None if limit_s is None else timedelta(seconds=limit_s),
         )

@@ -22,6 +22,7 @@ from zoo.sim.trace import Event
 
 if TYPE_CHECKING:
     from zoo.sim.programs import Programs
+    from zoo.sim.roles import Roles
 
 __all__ = ["Match", "Mode", "Rank", "Scheduler", "Waitable", "ranks_text"]
 
@@ -110,15 +111,16 @@ class Scheduler:
     """Holds the baton and everything that the ranks of one run share."""
 
     def __init__(
-        self, world_size: int, seed: int, plan: FaultPlan, trace: Any, rng: RngStates, mode: Mode | None = None
+        self, roles: Roles, seed: int, plan: FaultPlan, trace: Any, rng: RngStates, mode: Mode | None = None
     ) -> None:
+        self.roles = roles
         self.mode = mode if mode is not None else Mode()
         self.clock_s = 0.0
         self.random = random.Random(seed)
         self.plan = plan
         self.trace = trace
         self.step = 0
-        self.ranks = [Rank(index, rng) for index in range(world_size)]
+        self.ranks = [Rank(index, rng) for index in roles.running]
         self.installed = rng
         self.running: Rank | None = None
         self.ready: list[Match] = []

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from zoo.comm.check import values_count
 from zoo.kernels.thin_linear import linear
 from zoo.layout import declare_as, split_of
 from zoo.layout.declared import WHOLE
@@ -293,7 +294,7 @@ class Vocabulary(Layer, nn.Embedding):
             padding = padding - start if start <= padding < stop else None
         _check_ids(ids, part.cut.total)
         width, comm = self.weight.shape[1], part.region.comm
-        num_bytes = bytes_of_each(width, comm.size) if has_values(ids) else 0
+        num_bytes = bytes_of_each(width, comm.size) if has_values(ids) and values_count() else 0
         rows, elsewhere = (ids - start).masked_fill(elsewhere, 0), elsewhere.unsqueeze(-1)
         if num_bytes == 0:
             return part.region.leave(F.embedding(rows, self.weight, padding).masked_fill(elsewhere, 0.0))

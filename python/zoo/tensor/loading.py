@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from zoo.comm import Communicator
 from zoo.layout import Box, Boxes, StateSlice, boxes_of, logical_name, split_of
 from zoo.nn import PackedLinear
+from zoo.nn.packed import shares_elements
 from zoo.tensor.agreement import all_or_none
 from zoo.tensor.layers import part_of
 
@@ -185,6 +186,11 @@ def _matched(
             missing.append(want.names[0])
         elif want.is_coded:
             wrong.append(_CODES.format(want.names[0]))
+        elif shares_elements(want.tensor):
+            wrong.append(
+                f"{want.names[0]} has no memory of its own; where zoo.inference.stream has it on disk, close() brings "
+                "it back"
+            )
         elif tuple(source.shapes[found]) != want.shape:
             wrong.append(f"{want.names[0]} has shape {tuple(source.shapes[found])} there and {want.shape} in the model")
         elif _role(want, source.roles[found]) is None:

@@ -1,115 +1,120 @@
-"""What the job of a configuration will hold and move, without running it."""
+"""What the job of a configuration will hold and move, and how long it takes, before it runs."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-from typing import Any
 
 import torch
+from torch import nn
 
-from zoo import sim
 from zoo.config import Config
-from zoo.cost import Forecast, Hardware, Software
-from zoo.engine import initialize
+from zoo.cost import Forecast, Hardware, SimulatedTime, Software, StepTime
 from zoo.engine.building import build_optimizer, compute_dtype
-from zoo.engine.forecasting import shape_of, time_of
+from zoo.engine.forecasting import machine_of, shape_of, time_of
 from zoo.engine.records import reductions_of
 from zoo.registry import DEFAULT, Registry
 from zoo.shard import DryRun
+from zoo.train.dry import dry_job, further_axes, task_of, working
 from zoo.train.task import Task
+
+__all__ = ["forecast", "model_of", "peaks"]
 
 
 def forecast(
-    config: Config, *, ranks: int = 1, rank: int = 0, device: str = "cpu", registry: Registry = DEFAULT,
+    config: Config, *, ranks: int = 1, rank: int = 0, device: str | None = None, registry: Registry = DEFAULT,
     micro_batches: int | None = None, hardware: str | Hardware | None = None, software: str | Software = "eager",
     peak: bool = False,
 ) -> Forecast:  # fmt: skip
     """The forecast of rank ``rank`` of ``ranks``, from the plan of the optimizer; nothing is allocated but the model.
 
-    All ranks are data-parallel; :meth:`zoo.engine.Engine.forecast` knows the other axes of a mesh.
+    Of a job with further axes (stages, tensor parts, sequences, experts) it is what its engines say, in a dry run of
+    the job (:mod:`zoo.train.dry`).
 
     Args:
-        device: where the model computes; "cuda" tells host memory from the device's.
+        device: where the model computes, by which host memory is told from the device's: "cuda" where hardware is
+            given, else "cpu".
         micro_batches: of a step; by default ``gradient_accumulation_steps``, as ``config`` was loaded.
-        hardware: by name or file: how long a step takes there, where the task's model is one of transformers.
+        hardware: by name or file: how long a step takes there. By formulas where the task's model is one of
+            transformers and all ranks are data-parallel, else from a dry run under virtual time.
             software: see :meth:`zoo.engine.Engine.forecast`.
         peak: ``peak_bytes`` too, from a dry run of all ranks (:func:`peaks`).
 
     Raises:
         ValueError: what the user can fix.
     """
+    device = device if device is not None else "cpu" if hardware is None or peak else "cuda"
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}; allowed are 'cpu' and 'cuda'.")
-    if config.train is None:
-        raise ValueError("the configuration has no train section; add one (see zoo.train.TrainConfig).")
-    choice = config.train.task
-    task: Task = registry.build("task", choice.type, choice.params, seed=config.seed)
-    try:
-        with torch.device("meta"):
-            model = task.model()
-    except (RuntimeError, NotImplementedError):  # its initialisation needs values
-        model = task.model()
-    model.to("meta", compute_dtype(config))
-    optimizer = build_optimizer(config, model, registry, group=DryRun(ranks, rank, device_type=device))
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank={rank} of ranks={ranks}; a rank is from 0 to ranks - 1, and there is at least one.")
+    if micro_batches is not None and micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches}; a step has at least one.")
+    if peak and device != "cpu":
+        raise ValueError(f"peak=True with device={device!r}: dry runs are of the CPU. Leave one of them out.")
+    machine = None if hardware is None else machine_of(hardware, software)
+    task = task_of(config, registry)
+    n = int(config.gradient_accumulation_steps) if micro_batches is None else micro_batches
+    model = model_of(task, config)
+    alone = not further_axes(config, model, ranks)
+    time: StepTime | SimulatedTime | None = None
+    if alone:
+        found = _planned(config, model, registry, DryRun(ranks, rank, device_type=device), n)
+        time = None if machine is None else _by_formula(config, task, model, machine, found, ranks, n)
+    if not alone or (machine is not None and time is None):
+        if n != config.gradient_accumulation_steps:
+            raise ValueError(f"micro_batches={n} of a job that is run to be forecast: set gradient_accumulation_steps.")
+        job = dry_job(config, ranks=ranks, registry=registry, machine=machine, alike=alone)
+        found, time = (found if alone else job.forecasts[rank]), job.time
+    if peak:
+        found = dataclasses.replace(found, peak_bytes=peaks(config, ranks=ranks, registry=registry)[rank])
+    return dataclasses.replace(found, time=time)
+
+
+def _planned(config: Config, model: nn.Module, registry: Registry, group: DryRun, micro_batches: int) -> Forecast:
+    optimizer = build_optimizer(config, model, registry, group=group)
     if optimizer is None:
         raise ValueError("the configuration has no optimizer section; training needs one.")
-    n = int(config.gradient_accumulation_steps) if micro_batches is None else micro_batches
-    found = optimizer.forecast(micro_batches=n, reductions=reductions_of(config, n))
-    found = dataclasses.replace(found, micro_batches=n)
-    if peak:
-        if device != "cpu":
-            raise ValueError(f"peak=True with device={device!r}: dry runs are of the CPU. Leave one of them out.")
-        found = dataclasses.replace(found, peak_bytes=peaks(config, ranks=ranks, registry=registry)[rank])
-    if hardware is None:
-        return found
-    time = time_of(
-        shape_of(model, task.units_per_sample), config, hardware, software, data=ranks, axes={}, micro_batches=n
-    )
-    return dataclasses.replace(found, time=time)
+    found = optimizer.forecast(micro_batches=micro_batches, reductions=reductions_of(config, micro_batches))
+    return dataclasses.replace(found, micro_batches=micro_batches)
+
+
+def _by_formula(
+    config: Config, task: Task, model: nn.Module, machine: tuple[Hardware, Software], found: Forecast, ranks: int,
+    micro_batches: int,
+) -> StepTime | None:  # fmt: skip
+    """None where the model has no shape that formulas know."""
+    try:
+        shape = shape_of(model, task.units_per_sample)
+    except ValueError:
+        return None
+    return time_of(shape, config, *machine, data=ranks, axes={}, micro_batches=micro_batches, found=found)
+
+
+def model_of(task: Task, config: Config) -> nn.Module:
+    """Its model, on meta, in the dtype of computation.
+
+    Raises:
+        ValueError: it cannot be built on this machine.
+    """
+    with working(config, "build its model"):
+        try:
+            with torch.device("meta"):
+                model = task.model()
+        except (RuntimeError, NotImplementedError):  # its initialisation needs values
+            model = task.model()
+    model.to("meta", compute_dtype(config))
+    return model
 
 
 def peaks(config: Config, *, ranks: int = 1, registry: Registry = DEFAULT) -> list[int]:
     """Of each rank, the most host bytes that are allocated at the same time in a step: by torch, and by the pools of
     gathered parameters and offloaded states.
 
-    The job itself runs, three steps of all ranks in this process, and computes nothing with large tensors
-    (:func:`zoo.sim.dry`); the third step counts. What depends on values is what even ones give.
+    See :func:`zoo.train.dry.dry_job`; all ranks run.
 
     Raises:
-        ValueError: the configuration trains nothing, or has states on NVMe, whose files would be written. RuntimeError:
-            zoo's native library, which counts, is not here.
+        ValueError: the configuration trains nothing, or for another number of ranks. RuntimeError: zoo's native
+            library, which counts, is not here.
     """
-    from zoo.kernels.allocated import Allocated
-
-    if config.train is None:
-        raise ValueError("the configuration has no train section; add one (see zoo.train.TrainConfig).")
-    if config.world_size != ranks:
-        raise ValueError(f"the configuration was loaded for {config.world_size} ranks, not for {ranks}: load it so.")
-    zero = config.zero_optimization
-    for name in ("offload_optimizer", "offload_param"):
-        if getattr(zero, name).device == "nvme":
-            raise ValueError(
-                f"the peak of a job with {name} on nvme: a dry run would write its files. Set its device to cpu, or "
-                "measure a few steps."
-            )
-    section = config.train
-    choice = section.task
-
-    def job(rank: int) -> int:
-        with sim.dry(), Allocated() as allocated:
-            task: Task = registry.build("task", choice.type, choice.params, seed=config.seed)
-            engine = initialize(
-                config, task.model(), training_data=task.training_data(), loader=dict(section.loader), registry=registry
-            )[0]
-            pools = 0
-            for step in range(3):
-                if step == 2:
-                    gc.collect()  # what earlier steps left in circles
-                    allocated.reset_peak()
-                engine.train_batch()
-                pools = max(pools, engine.training("forecast").sharded.pool_bytes())
-            return allocated.peak_bytes + pools
-
-    found: list[Any] = sim.run(ranks, job, semantics="gloo", transport="pairwise")
-    return found
+    found = dry_job(config, ranks=ranks, registry=registry, counts=True).peak_bytes
+    return [int(one) for one in found if one is not None]

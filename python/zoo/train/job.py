@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from zoo.checkpointing import latest_tag, prune
-from zoo.comm import Communicator, init_distributed
+from zoo.comm import Communicator, init_distributed, local_device
 from zoo.comm.failures import together
 from zoo.config import Config
 from zoo.engine import Engine, initialize
@@ -110,6 +110,7 @@ class Job:
                 f"{self.stages} stages, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''} a step"
                 + ("; several would overlap (gradient_accumulation_steps)" if micro_batches == 1 else "")
             )
+        model.to(local_device())
         self.judge = Judge(scaled=config.fp16.enabled)
         self.engine: Engine = initialize(
             config, model, training_data=training_data, loader=dict(self.section.loader), registry=registry,
@@ -455,7 +456,7 @@ def in_parts(model: nn.Module, config: Config) -> None:
     whose layers they have."""
     from zoo.tensor.part import TensorParallelPart
 
-    mesh = build_mesh(config, None, next(model.parameters()).device)
+    mesh = build_mesh(config, None, local_device())
     TensorParallelPart(config.tensor_parallel).prepare(model, mesh)
 
 

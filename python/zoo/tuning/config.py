@@ -27,7 +27,7 @@ class AutotuningConfig(Section):
     results_dir: str = "autotuning_results"
     """Journal, report, picture and the best configuration go here, from where the command runs."""
     exps_dir: str = "autotuning_exps"
-    """Configurations, logs and results of the trials, in a folder of the name of results_dir's last part."""
+    """Configurations, logs and results of the trials, in a folder of their own for each results_dir."""
     overwrite: bool = False
     """A search that is in results_dir already is put aside (``journal-1.jsonl``, …) and a new one begins."""
     metric: Literal["throughput", "latency", "flops"] = "throughput"
@@ -39,11 +39,11 @@ class AutotuningConfig(Section):
     fast: bool = True
     """Search stage and micro-batch alone, and keep all else as it is. ``zoo tune --full`` says false."""
     max_train_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
-    """The largest micro-batch that is tried; null for the whole batch of a rank."""
+    """The largest micro-batch that is tried, where space.micro names none; null for the whole batch of a rank."""
     min_train_micro_batch_size_per_gpu: int = Field(default=1, ge=1)
     """The smallest one."""
     num_tuning_micro_batch_sizes: int = Field(default=3, ge=1)
-    """With fast: so many micro-batches, the largest ones; all otherwise."""
+    """With fast: so many micro-batches, the largest ones between the bounds; all otherwise."""
     tuner_type: Literal["model_based", "gridsearch", "random"] = "model_based"
     """"model_based": a model of the time, fitted to the trials so far, says which is next; optuna says it of those that
     the model cannot tell apart. "gridsearch": in order. "random": by lot."""

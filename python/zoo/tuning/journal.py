@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-__all__ = ["Journal", "JournalError", "put_aside", "read"]
+__all__ = ["Journal", "JournalError", "put_aside", "read", "refuse_begun"]
 
 NAME = "journal.jsonl"
 
@@ -45,6 +47,19 @@ def read(path: Path) -> list[dict[str, Any]]:
             raise JournalError(f"line {number} of {str(path)!r} is no event of a search; the file was changed.")
         events.append(event)
     return events
+
+
+def refuse_begun(folder: Path) -> None:
+    """Refuse a folder in which a search has begun; one that is not there is new.
+
+    Raises:
+        JournalError: a search is there, or something that is no journal.
+    """
+    if os.path.exists(folder / NAME) and read(folder / NAME):
+        raise JournalError(
+            f"there is a search in {str(folder)!r} already. Go on with it (--resume {folder}), or choose another "
+            'directory (--out); "autotuning": {"overwrite": true} puts it aside.'
+        )
 
 
 def put_aside(folder: Path) -> None:
@@ -98,7 +113,7 @@ class Journal:
             read(self.path)  # before anything is made
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] = open(self.path, "a+b")  # noqa: SIM115  (closed by __exit__)
+            self._file: FileIO = open(self.path, "a+b", buffering=0)  # noqa: SIM115  (closed by __exit__)
         except OSError as error:
             raise JournalError(
                 f"{str(folder)!r} cannot be written to: {error.strerror}; choose another --out."
@@ -112,11 +127,8 @@ class Journal:
 
     def _open(self, folder: Path, resumes: bool) -> None:
         self.events = read(self.path)
-        if self.events and not resumes:
-            raise JournalError(
-                f"there is a search in {str(folder)!r} already. Go on with it (--resume {folder}), or choose another "
-                'directory (--out); "autotuning": {"overwrite": true} puts it aside.'
-            )
+        if not resumes:
+            refuse_begun(folder)
         text = self.path.read_bytes()
         self._file.truncate(text.rfind(b"\n") + 1)  # what a crash left of a line
         directory = os.open(folder, os.O_RDONLY)
@@ -126,11 +138,25 @@ class Journal:
             os.close(directory)
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one event."""
+        """Append one event.
+
+        Raises:
+            JournalError: it cannot be written; nothing of it is in the file then.
+        """
         line: Mapping[str, Any] = {"event": event, **values}
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        rest = memoryview(json.dumps(line).encode() + b"\n")
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)  # a line after a torn one would spoil both
+            raise JournalError(
+                f"{str(self.path)!r} cannot be written to: {error.strerror}; make room, and go on with --resume "
+                f"{self.path.parent}."
+            ) from error
         self.events.append(dict(line))
 
     def __enter__(self) -> Journal:

@@ -24,6 +24,8 @@ __all__ = ["PARTS", "Model", "Part", "Prediction", "features"]
 Array = npt.NDArray[np.float64]
 NOISE = 0.03
 """Standard deviation of a measured time, relative to it."""
+LEAST = 1e-3
+"""A time that is a smaller part of the first trial's counts as one of this part: squares of weights stay finite."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ PARTS: dict[str, Part] = {
     "samples": Part(0.8, 0.5),
     "small passes": Part(0.05, 0.1),
     "large passes": Part(0.0, 0.06, signed=True),
-    "passes": Part(0.1, 0.15),
+    "passes": Part(0.1, 0.4),  # of a small model they are most of a step
     "recomputation": Part(0.25, 0.15),
     "step": Part(0.05, 0.1),
     "states": Part(0.05, 0.1),
@@ -142,8 +144,15 @@ class Model:
         return self._mean is not None
 
     def fit(self, measured: Iterable[tuple[Candidate, float]]) -> None:
-        """To seconds of a step, in the order in which they were measured; without any it knows nothing."""
+        """To seconds of a step, in the order in which they were measured; without any it knows nothing.
+
+        Raises:
+            ValueError: a step took no time, or one that is not finite.
+        """
         trials = list(measured)
+        for candidate, value in trials:
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"a step of {candidate.label()} took {value} s; it takes more than 0, and an end.")
         if not trials:
             return
         rows = np.array([self._row(candidate) for candidate, _ in trials])
@@ -153,7 +162,7 @@ class Model:
         mean = np.array([part.share for part in parts])
         mean *= 1.0 / max(1e-9, float(rows[0] @ mean))  # the first trial's time is what they add up to
         spread = np.array([part.spread for part in parts])
-        weight = unit / seconds / NOISE
+        weight = 1.0 / np.maximum(seconds / unit, LEAST) / NOISE
         scaled, target = rows * weight[:, None], seconds / unit * weight
         free = np.ones(len(parts), dtype=bool)
         signed = np.array([part.signed for part in parts])

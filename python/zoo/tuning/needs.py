@@ -12,6 +12,7 @@ one once for each data rank, and A once for each data rank.
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from collections.abc import Callable, Mapping
@@ -84,7 +85,7 @@ def job_of(
     config = document.load(ranks)
     if config.train is None or config.optimizer is None:
         raise ValueError("a configuration with the sections train and optimizer is needed (see zoo.train.TrainConfig).")
-    task: Task = registry.build("task", config.train.task.type, config.train.task.params, seed=config.seed)
+    task = _task_of(config, registry)
     model = _without_values(task)
     section = config.zero_optimization
     nvme = section.offload_optimizer.nvme_path or section.offload_param.nvme_path
@@ -94,6 +95,26 @@ def job_of(
         fixed_mesh=bool(set(config.mesh.axes) - set(AXES)), tensor=hasattr(model, "tensor_plan"),
         pipe=ranks > 1, blocks=_has_blocks(model), **options,
     ), model, task  # fmt: skip
+
+
+def _task_of(config: Config, registry: Registry) -> Task:
+    if config.train is None:
+        raise ValueError("the section train says which task there is.")
+    task: Task = registry.build("task", config.train.task.type, config.train.task.params, seed=config.seed)
+    return task
+
+
+def _task_key(config: Config) -> str:
+    """Configurations with the same have the same task."""
+    choice = None if config.train is None else config.train.task.model_dump()
+    return json.dumps([choice, config.seed], sort_keys=True, default=str)
+
+
+def _samples(task: Task) -> int | None:
+    try:
+        return len(task.training_data())  # type: ignore[arg-type]
+    except Exception:  # what the task says of missing files is said where activations are counted
+        return None
 
 
 def _without_values(task: Task) -> nn.Module:
@@ -170,21 +191,23 @@ class Needs:
     registry: Registry = DEFAULT
     notes: list[str] = field(default_factory=list)
     """What could not be counted, and why."""
-    _kept: dict[tuple[int, bool], int] = field(default_factory=dict)
+    _kept: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    _models: dict[str, tuple[nn.Module, Task]] = field(default_factory=dict)
     _states: dict[tuple[Any, ...], list[Forecast]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Need:
         """See :class:`Need`."""
         try:
             config = with_settings(self.document, settings(candidate, self.job)).load(self.job.ranks)
-            if (refused := self._too_few_samples(candidate)) != "":
+            model, task = self._model_of(config)
+            if (refused := self._too_few_samples(candidate, task)) != "":
                 return Need(refused=refused)
             of_ranks = self._forecasts(candidate)
         except ConfigError as error:
             return Need(refused=str(error).splitlines()[-1].strip(" -"))
         except (ValueError, NotImplementedError) as error:
             return Need(refused=str(error).splitlines()[0])
-        kept = self._kept_bytes(candidate, config)
+        kept = self._kept_bytes(candidate, config, model, task)
         cut = candidate.pipe * candidate.tensor > 1
         in_backward = config.zero_optimization.update_in_backward
         job_bytes = states = 0
@@ -210,23 +233,35 @@ class Needs:
             nvme_bytes=sent.nvme_read_bytes + sent.nvme_written_bytes,
         )  # fmt: skip
 
-    def _too_few_samples(self, candidate: Candidate) -> str:
+    def _model_of(self, config: Config) -> tuple[nn.Module, Task]:
+        """Those of a candidate: its settings may make another model, or a data set of another size."""
+        if not self._models:
+            self._models[_task_key(self.document.load(self.job.ranks))] = self.model, self.task
+        key = _task_key(config)
+        if key not in self._models:
+            try:
+                task = _task_of(config, self.registry)
+                self._models[key] = _without_values(task), task
+            except Exception as error:  # whatever a task says of its options
+                text = f"the model cannot be made ({type(error).__name__}: {error})".splitlines()[0]
+                raise ValueError(text) from error
+        return self._models[key]
+
+    def _too_few_samples(self, candidate: Candidate, task: Task) -> str:
         """Why the data set cannot fill one micro-batch of each data rank; "" where it can, or says no length."""
         least = candidate.micro * candidate.data
-        if self.samples is None or self.samples >= least:
+        samples = self.samples if task is self.task else _samples(task)
+        if samples is None or samples >= least:
             return ""
         return (
-            f"the data set has {self.samples} samples, fewer than one micro-batch of {candidate.micro} on each of "
+            f"the data set has {samples} samples, fewer than one micro-batch of {candidate.micro} on each of "
             f"{candidate.data} data ranks ({least})"
         )
 
     @cached_property
     def samples(self) -> int | None:
         """Of the task's data set; None where it is not there or has no length."""
-        try:
-            return len(self.task.training_data())  # type: ignore[arg-type]
-        except Exception:  # what the task says of missing files is said where activations are counted
-            return None
+        return _samples(self.task)
 
     def _roles(self, found: Forecast) -> tuple[int, int, int]:
         """Bytes of parameters, gradients and optimizer states in the memory that is limited."""
@@ -260,22 +295,23 @@ class Needs:
             config, ranks=ranks, rank=rank, device=self.job.device, registry=self.registry, micro_batches=1
         )  # fmt: skip
 
-    def _kept_bytes(self, candidate: Candidate, config: Config) -> int:
+    def _kept_bytes(self, candidate: Candidate, config: Config, model: nn.Module, task: Task) -> int:
         if any(config.asks_for(name) for name in SHORTENED if name in config.package_sections):
             return 0
-        key = candidate.micro, candidate.checkpointing
+        key = candidate.micro, candidate.checkpointing, candidate.extra  # any setting may change what a forward keeps
         if key not in self._kept:
-            self._kept[key] = self._count(config, checkpointing=candidate.checkpointing)
+            self._kept[key] = self._count(config, model, task, checkpointing=candidate.checkpointing)
         return self._kept[key]
 
-    def _count(self, config: Config, *, checkpointing: bool) -> int:
+    def _count(self, config: Config, model: nn.Module, task: Task, *, checkpointing: bool) -> int:
         from zoo.engine.building import compute_dtype, input_dtype
 
         try:
-            data = self.task.training_data()
+            data = task.training_data()
             micro = min(config.train_micro_batch_size_per_gpu, len(data))  # type: ignore[arg-type]
             batch = default_collate([data[0]] * micro)
-            model = self.model.to(dtype=compute_dtype(config))
+            if (dtype := compute_dtype(config)) is not None:
+                model = copy.deepcopy(model).to(dtype=dtype)  # the next candidate may keep the model's own type
             blocks = config.activation_checkpointing.blocks or ("auto" if checkpointing else None)
             found = kept_bytes(model, batch, input_dtype(config), blocks)
         except Exception as error:  # whatever a model does with a tensor that has no values

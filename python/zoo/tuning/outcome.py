@@ -23,6 +23,9 @@ class Outcome:
             ranks waited for a core that other programs had.
         peak_bytes: the most resident memory of each rank.
         took_s: seconds that the trial cost, with starting its processes.
+
+    Raises:
+        ValueError: a step took no time, or one that is not finite.
     """
 
     status: Status
@@ -31,6 +34,10 @@ class Outcome:
     steps_s: tuple[float, ...] = ()
     peak_bytes: tuple[int, ...] = ()
     took_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.step_s is not None and not (math.isfinite(self.step_s) and self.step_s > 0):
+            raise ValueError(f"step_s is {self.step_s}; a step takes more than 0 seconds, and an end.")
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -59,6 +66,6 @@ class Runner(Protocol):
 def representative(seconds: Sequence[float]) -> float:
     """The lower quartile of the seconds of steps: on a machine that others use too, slow ones tell of them."""
     ordered = sorted(seconds)
-    if not ordered or not all(math.isfinite(s) and s >= 0 for s in ordered):
-        raise ValueError(f"the seconds of steps are {list(seconds)}; there is at least one, and none is negative.")
+    if not ordered or not all(math.isfinite(s) and s > 0 for s in ordered):
+        raise ValueError(f"the seconds of steps are {list(seconds)}; there is at least one, and each is above 0.")
     return ordered[(len(ordered) - 1) // 4]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.document import Document
+from zoo.cost.writing import write_whole
 from zoo.tuning.needs import settings, with_settings
 from zoo.tuning.search import Found, Trial
 
@@ -77,13 +78,13 @@ def write_best(found: Found, document: Document, path: Path) -> bool:
         return False
     values = with_settings(document, settings(found.best.candidate, found.job)).values
     text = json.dumps({key: value for key, value in values.items() if key != "autotuning"}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_whole(path, text + "\n")
     return True
 
 
 def write(found: Found, document: Document, folder: Path) -> None:
     """``report.json``, ``best.json`` and ``forecast.png`` where something was measured."""
-    (folder / "report.json").write_text(json.dumps(summary(found), indent=1) + "\n", encoding="utf-8")
+    write_whole(folder / "report.json", json.dumps(summary(found), indent=1) + "\n")
     if write_best(found, document, folder / "best.json"):
         draw(found, folder / "forecast.png")
 

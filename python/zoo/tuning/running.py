@@ -25,6 +25,10 @@ from zoo.tuning.trial import rank_file
 __all__ = ["Measuring", "Processes", "collect", "write_trial"]
 
 LOST = ("connection", "peer", "socket", "timed out", "broken pipe")
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Without a value, no GPU is seen."""
+TICK_S = 1e-9
+"""No clock here tells less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +109,7 @@ class Processes:
         if self._server is None or self._server.poll() is not None:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "zoo.tuning.server", str(os.getpid())], text=True, start_new_session=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **self._devices()},
             )  # fmt: skip
         stdin, stdout = self._server.stdin, self._server.stdout
         if stdin is None or stdout is None:
@@ -116,6 +120,10 @@ class Processes:
             found: dict[str, Any] = json.loads(stdout.readline() or "{}")
             return found
         return {}
+
+    def _devices(self) -> dict[str, str]:
+        """What hides GPUs from trials that are to run on the CPU: zoo takes a GPU wherever it sees one."""
+        return dict.fromkeys(HIDING, "") if self.job.device == "cpu" else {}
 
     def close(self) -> None:
         """End the server, and with it every rank; the next trial starts another one."""
@@ -173,7 +181,9 @@ def collect(
         return Outcome(status="memory", why=why, peak_bytes=peaks, took_s=took_s)
     walls = zip(*(s["steps_s"] for s in said), strict=True)
     waits = zip(*(s["waits_s"] for s in said), strict=True)
-    steps = tuple(max(0.0, max(wall) - max(wait)) for wall, wait in zip(walls, waits, strict=True))
+    # Where the whole step was waiting, by clocks that differ, its own time is not known: the wall's is.
+    pairs = [(max(wall), max(wait)) for wall, wait in zip(walls, waits, strict=True)]
+    steps = tuple(wall - wait if wall > wait else max(wall, TICK_S) for wall, wait in pairs)
     return Outcome(
         status="measured", step_s=representative(steps), steps_s=steps, peak_bytes=peaks, took_s=took_s,
     )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,15 @@ AXES = ("pipe", "data", "tensor")
 DIMENSIONS = ("stage", "micro", "mesh", "schedule", "bucket", "offload", "checkpointing")
 """What is searched, and what the keys of ``autotuning.space`` are, beside paths of the configuration."""
 OFFLOADS = ("none", "cpu", "nvme")
+PATHS = {
+    "train_micro_batch_size_per_gpu": "micro", "gradient_accumulation_steps": "micro",
+    "zero_optimization.stage": "stage", "mesh.axes": "mesh", "tensor_parallel.autotp_size": "mesh",
+    "tensor_parallel.tp.tp_size": "mesh", "pipeline.schedule.type": "schedule",
+    "zero_optimization.reduce_bucket_size": "bucket", "zero_optimization.allgather_bucket_size": "bucket",
+    "zero_optimization.offload_optimizer.device": "offload", "zero_optimization.offload_param.device": "offload",
+    "activation_checkpointing.blocks": "checkpointing", "pipeline.activation_checkpoint_interval": "checkpointing",
+}  # fmt: skip
+"""What a dimension sets. As paths of the space they would undo it: a candidate would not be what its label says."""
 
 
 class SpaceError(ValueError):
@@ -99,6 +107,8 @@ class Job:
         tensor: the model has a plan for tensor parallelism. blocks: it has a list of blocks to checkpoint.
         device: "cpu" has one memory for device and host. nvme: a folder for offloading, "" for none.
         num_parameters: of the model.
+        least_micro, most_micro: bounds of a micro-batch, where ``space`` does not name them; None for none.
+        num_micro: in the fast form so many micro-batches of each mesh, the largest ones.
     """
 
     ranks: int
@@ -115,6 +125,8 @@ class Job:
     space: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     fast: bool = False
     num_micro: int = 3
+    least_micro: int = 1
+    most_micro: int | None = None
 
     def lists(self) -> dict[str, list[Any]]:
         """The values of each dimension that does not depend on another one.
@@ -127,7 +139,7 @@ class Job:
         offloads = ["none", *(["cpu"] if self.device != "cpu" else []), *(["nvme"] if self.nvme else [])]
         found: dict[str, list[Any]] = {
             "stage": [0, 1, 2, 3],
-            "micro": divisors(self.batch),
+            "micro": [n for n in divisors(self.batch) if self.least_micro <= n <= (self.most_micro or n)],
             "mesh": [base.mesh] if self.fast or self.fixed_mesh else self._meshes(),
             "schedule": [base.schedule] if self.fast else list(self.schedules),
             "bucket": [base.bucket] if self.fast else buckets,
@@ -135,12 +147,9 @@ class Job:
             "checkpointing": [base.checkpointing] if self.fast else [False, True] if self.blocks else [False],
         }
         for key, values in self.space.items():
-            if "." not in key and key not in found:
-                close = nearest(key, DIMENSIONS)
-                raise SpaceError(
-                    f"autotuning.space.{key}: no such dimension; there are {', '.join(DIMENSIONS)}, and paths of the "
-                    f'configuration such as "optimizer.params.fused"' + (f". Did you mean {close}?" if close else "")
-                )
+            _check_key(key)
+            if not values:
+                raise SpaceError(f"autotuning.space.{key} has no values; name at least one, or leave it out.")
             found[key] = [_checked(key, value, self) for value in values]
         return found
 
@@ -148,19 +157,52 @@ class Job:
         return [m for m in meshes(self.ranks) if (self.tensor or m[2] == 1) and (self.pipe or m[0] == 1)]
 
 
+def _check_key(key: str) -> None:
+    """Whether a key of ``autotuning.space`` is a dimension, or a path of the configuration that no dimension sets.
+
+    Raises:
+        SpaceError: it is neither.
+    """
+    if key in DIMENSIONS:
+        return
+    for path, dimension in PATHS.items():
+        if f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}."):
+            raise SpaceError(
+                f'autotuning.space has "{key}", which sets {path}; the space has the name {dimension} for it: give '
+                f"values of {dimension} instead."
+            )
+    if key.split(".")[0] == "autotuning":
+        raise SpaceError(f'autotuning.space has "{key}"; a trial does not read the section autotuning.')
+    if "." not in key:
+        close = nearest(key, DIMENSIONS)
+        raise SpaceError(
+            f"autotuning.space.{key}: no such dimension; there are {', '.join(DIMENSIONS)}, and paths of the "
+            f'configuration such as "optimizer.params.fused"' + (f". Did you mean {close}?" if close else "")
+        )
+
+
+def _checked_mesh(value: Any, ranks: int) -> tuple[int, int, int]:
+    sizes = value if isinstance(value, Mapping) else {}
+    pipe, data, tensor = (sizes.get(axis, 1) for axis in AXES)
+    if (
+        not isinstance(value, Mapping)
+        or set(sizes) - set(AXES)
+        or not all(type(size) is int and size >= 1 for size in (pipe, data, tensor))
+        or pipe * data * tensor != ranks
+    ):
+        raise SpaceError(
+            f"autotuning.space.mesh has {json.dumps(value, default=str)}; each is sizes of axes, such as "
+            f'{{"data": {ranks}}}, of {", ".join(AXES)}: whole numbers, at least 1, whose product is the number of '
+            f"ranks, {ranks}."
+        )
+    return pipe, data, tensor
+
+
 def _checked(key: str, value: Any, job: Job) -> Any:
     """A value of ``autotuning.space`` as candidates have it."""
-    whole = type(value) is int
     if key == "mesh":
-        sizes = value if isinstance(value, Mapping) else {}
-        wrong = [axis for axis in sizes if axis not in AXES]
-        mesh = tuple(int(sizes.get(axis, 1)) for axis in AXES)
-        if not isinstance(value, Mapping) or wrong or math.prod(mesh) != job.ranks:
-            raise SpaceError(
-                f"autotuning.space.mesh has {json.dumps(value)}; each is sizes of axes, such as "
-                f'{{"data": {job.ranks}}}, of {", ".join(AXES)}, whose product is the number of ranks, {job.ranks}.'
-            )
-        return mesh
+        return _checked_mesh(value, job.ranks)
+    whole = type(value) is int
     allowed = {
         "stage": (whole and 0 <= value <= 3, "0, 1, 2 or 3"),
         "micro": (whole and value >= 1, "a number of samples, at least 1"),
@@ -172,7 +214,7 @@ def _checked(key: str, value: Any, job: Job) -> Any:
     }  # fmt: skip
     good, what = allowed.get(key, (True, ""))
     if not good:
-        raise SpaceError(f"autotuning.space.{key} has {json.dumps(value)}; it is {what}.")
+        raise SpaceError(f"autotuning.space.{key} has {json.dumps(value, default=str)}; it is {what}.")
     return value
 
 

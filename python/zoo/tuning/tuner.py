@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,21 +14,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from zoo.config import read
+from zoo.config import read, read_section
 from zoo.config.document import Document
+from zoo.pipe.config import ScheduleChoice
 from zoo.registry import DEFAULT, Registry
 from zoo.train.config import read_document
 from zoo.train.tasks import with_task
 from zoo.tuning import report
 from zoo.tuning.config import AutotuningConfig
-from zoo.tuning.journal import NAME, Journal, JournalError, put_aside
+from zoo.tuning.journal import NAME, Journal, JournalError, put_aside, refuse_begun
 from zoo.tuning.journal import read as read_journal
 from zoo.tuning.limits import device_named, memory_limit
-from zoo.tuning.needs import Needs, job_of
+from zoo.tuning.needs import Need, Needs, job_of
 from zoo.tuning.outcome import Runner
 from zoo.tuning.running import Measuring, Processes
 from zoo.tuning.search import Budget, Found, Search
-from zoo.tuning.space import candidates
+from zoo.tuning.space import Candidate, Job, SpaceError, candidates
 
 __all__ = ["NothingRanError", "resume", "tune"]
 
@@ -77,28 +80,35 @@ def tune(
         source: a file, or its values; with a section ``train``.
         device: "cpu" or "cuda"; None for what there is.
         task: of the user's own, ``module:function``.
+        registry: what the configuration names; with one of your own, give a runner too: trials are processes, which
+            have :data:`zoo.registry.DEFAULT`.
         runner: what runs trials; processes of this machine by default.
         say: gets lines about what is done.
 
     Raises:
         NothingRanError: nothing was measured; what is known is written all the same.
-        ValueError: what the user can fix.
+        ValueError: what the user can fix; before anything is written.
+        JournalError: there is a search in the folder, or it cannot be written to.
         KeyboardInterrupt: the user's, or SIGTERM; :func:`resume` goes on.
     """
+    _refuse_registry(registry, runner)
     with with_task(task, registry) as more:
         document = read_document(source, (*overrides, *more), registry=registry)
         where = device_named(device)
         ranks = _section(document).ranks or where.count
-        document.load(ranks)  # every mistake, before anything is written
+        document.load(ranks)
         section = _section(document)
         limit = section.memory_bytes if section.memory_bytes is not None else memory_limit(where)
         asked = _Asked(values=document.values, ranks=ranks, device=where.kind, task=task, limit_bytes=limit)
         folder = Path(section.results_dir)
+        if not section.overwrite:
+            refuse_begun(folder)
+        job, needs, forecast = _prepared(document, asked, registry)  # every mistake, before anything is written
         if section.overwrite:
             put_aside(folder)
         with Journal(folder) as journal:
             journal.write("begin", **asked.to_dict())
-            return _search(document, asked, journal, registry, runner, say)
+            return _search(document, asked, journal, job, needs, forecast, runner, say)
 
 
 def resume(
@@ -109,33 +119,74 @@ def resume(
     Raises:
         JournalError: there is no search in the folder.
     """
+    _refuse_registry(registry, runner)
     events = read_journal(folder / NAME)
     if not events or events[0]["event"] != "begin" or events[0].get("version") != VERSION:
         raise JournalError(f"{str(folder / NAME)!r} does not begin as that of a search does; begin a new one.")
     asked = _Asked.of(events[0], folder / NAME)
     with with_task(asked.task, registry):
         document = read(asked.values, registry=registry).override({"autotuning.results_dir": str(folder)})
+        job, needs, forecast = _prepared(document, asked, registry)
         with Journal(folder, resumes=True) as journal:
-            return _search(document, asked, journal, registry, runner, say)
+            return _search(document, asked, journal, job, needs, forecast, runner, say)
 
 
 def _section(document: Document) -> AutotuningConfig:
-    return AutotuningConfig.model_validate(document.values.get("autotuning") or {})
+    found: AutotuningConfig = read_section(
+        "autotuning", document.values, where=document.where, registry=document.tree.registry
+    )  # fmt: skip
+    return found
 
 
-def _search(
-    document: Document, asked: _Asked, journal: Journal, registry: Registry, runner: Runner | None, say: Say
-) -> Found:
+def _refuse_registry(registry: Registry, runner: Runner | None) -> None:
+    if runner is None and registry is not DEFAULT:
+        raise ValueError(
+            "trials are processes of their own, which have zoo.registry.DEFAULT and not the registry that is given. "
+            'Name a task of your own (task="module:function"), make what you register an entry point, or give a runner.'
+        )
+
+
+def _prepared(document: Document, asked: _Asked, registry: Registry) -> tuple[Job, Needs, dict[Candidate, Need]]:
+    """The job, and what each of its candidates needs. Writes nothing.
+
+    Raises:
+        SpaceError: autotuning.space has what cannot be.
+        NothingRanError: the configuration of every candidate is refused.
+        ValueError: the configuration cannot be trained.
+    """
     section = _section(document)
     job, model, task = job_of(
-        document, asked.ranks, device=asked.device, registry=registry, space=_space(section, document, asked.ranks),
-        fast=section.fast, num_micro=section.num_tuning_micro_batch_sizes,
+        document, asked.ranks, device=asked.device, registry=registry, space=section.space, fast=section.fast,
+        num_micro=section.num_tuning_micro_batch_sizes, least_micro=section.min_train_micro_batch_size_per_gpu,
+        most_micro=section.max_train_micro_batch_size_per_gpu,
     )  # fmt: skip
     needs = Needs(document, job, model, task, registry)
     everyone = candidates(job)
+    for name in section.space.get("schedule", ()):
+        if name:
+            registry.entry(ScheduleChoice.kind, name)
     forecast = {candidate: needs.of(candidate) for candidate in everyone}
+    _refuse_what_cannot_be(forecast)
+    return job, needs, forecast
+
+
+def _refuse_what_cannot_be(forecast: Mapping[Candidate, Need]) -> None:
+    if all(need.refused for need in forecast.values()):
+        whys = list(dict.fromkeys(need.refused for need in forecast.values()))
+        raise NothingRanError(f"no candidate can run. Why: {'; '.join(whys[:3])}.")
+    for path, value in dict.fromkeys(pair for candidate in forecast for pair in candidate.extra):
+        having = [need.refused for candidate, need in forecast.items() if (path, value) in candidate.extra]
+        if all(having):
+            raise SpaceError(f"autotuning.space has {value} for {path}, with which no candidate can run: {having[0]}.")
+
+
+def _search(
+    document: Document, asked: _Asked, journal: Journal, job: Job, needs: Needs, forecast: Mapping[Candidate, Need],
+    runner: Runner | None, say: Say,
+) -> Found:  # fmt: skip
+    section = _section(document)
     folder = Path(section.results_dir)
-    trials = Path(section.exps_dir) / folder.name
+    trials = _trials_folder(section)
     processes = Processes(
         document=document, job=job, folder=trials, limit_bytes=asked.limit_bytes if asked.device == "cpu" else None,
         measuring=Measuring(first=section.start_profile_step, last=section.end_profile_step, least_s=section.least_s,
@@ -152,7 +203,7 @@ def _search(
         with _terminated_as_interrupted(), processes:
             search.run()
     finally:
-        report.write(search.found, document, folder)
+        _report(search.found, document, folder)
     say(report.table(search.found))
     say(f"stopped: {search.found.stopped}")
     if search.found.best is None:
@@ -162,6 +213,12 @@ def _search(
         )
     say(f"the best configuration is in {folder / 'best.json'}; zoo train takes it")
     return search.found
+
+
+def _trials_folder(section: AutotuningConfig) -> Path:
+    """Of one search alone: two whose results folders have the same last name do not share it."""
+    results = Path(section.results_dir).resolve()
+    return Path(section.exps_dir) / f"{results.name}-{hashlib.sha256(os.fsencode(results)).hexdigest()[:8]}"
 
 
 def _introduce(search: Search, needs: Needs, asked: _Asked, say: Say) -> None:
@@ -176,21 +233,20 @@ def _introduce(search: Search, needs: Needs, asked: _Asked, say: Say) -> None:
         say(note)
 
 
+def _report(found: Found, document: Document, folder: Path) -> None:
+    try:
+        report.write(found, document, folder)
+    except OSError as error:
+        raise JournalError(
+            f"the report in {str(folder)!r} cannot be written: {error.strerror}; make room, and go on with --resume "
+            f"{folder}."
+        ) from error
+
+
 def _reasons(found: Found) -> str:
     whys = dict.fromkeys([*(t.outcome.why for t in found.trials), *found.rejected.values()])
     more = [why for why in whys if why not in found.stopped]
     return f"Why: {'; '.join(more[:3])}. " if more else ""
-
-
-def _space(section: AutotuningConfig, document: Document, ranks: int) -> dict[str, list[Any]]:
-    """The section's, with micro-batches between its bounds."""
-    space = dict(section.space)
-    most, least = section.max_train_micro_batch_size_per_gpu, section.min_train_micro_batch_size_per_gpu
-    if "micro" not in space and (most is not None or least > 1):
-        batch = document.load(ranks).train_batch_size
-        sizes = [n for n in range(least, (most or batch) + 1) if batch % n == 0]
-        space["micro"] = sizes[-section.num_tuning_micro_batch_sizes :] if section.fast else sizes
-    return space
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ def forecast_step(
             share = bucket.num_gradient_bytes // bucket.num_chunks  # what is there is read, and added to
             written, read = written + share * plan.reductions, read + share * (plan.reductions - 1)
     read += sum(b.shard_bytes() for b, again in plan.gathers if b.parameters_on_nvme and not again)
+    to_host, to_device, host_updated = _copies(sharded, plan)
     buffers, scratch = updater.buffer_bytes(), sharded.scratch
     pins = sharded.config.offload_param.pin_memory or sharded.config.offload_optimizer.pin_memory
     hops = _hops_of_step(sharded, clips=clips, num_alike=num_alike) + updater.hops()
@@ -55,8 +56,34 @@ def forecast_step(
         nvme_files_bytes=scratch.nvme_bytes() if scratch is not None else 0,
         nvme_read_bytes=read,
         nvme_written_bytes=written,
+        to_host_bytes=to_host,
+        to_device_bytes=to_device,
+        host_updated=host_updated,
         gathered_bytes=max(plan.actions.whole_bytes(), default=0),
     )
+
+
+def _copies(sharded: ShardedModel, plan: Plan) -> tuple[int, int, int]:
+    """(bytes to the host, bytes to the device, parameters that are updated on the host) of a step.
+
+    Gradients go where their update is: with every reduction where that is split over ranks, and what is there already
+    comes back to be added to. Updated parameters come back, unless they are kept there too. Those that are come with
+    every gather that reads them.
+    """
+    to_host = to_device = updated = 0
+    for bucket in (b for b in sharded.trainable if b.updates_off_device):
+        chunks = len(bucket.updated_chunks)
+        share = bucket.num_gradient_bytes // bucket.num_chunks * chunks
+        times = plan.reductions if bucket.placements.gradients.is_split else 1
+        to_host += share * times
+        to_device += share * (times - 1)
+        updated += bucket.layout.size // bucket.num_chunks * chunks
+        if bucket.placements.parameters.tier is Tier.DEVICE:
+            to_device += bucket.num_bytes // bucket.num_chunks * chunks
+    for bucket, again in plan.gathers:
+        if bucket.placements.parameters.tier is not Tier.DEVICE and not bucket.on_cpu and not again:
+            to_device += bucket.shard_bytes()
+    return to_host, to_device, updated
 
 
 def _hops_of_buckets(sharded: ShardedModel, plan: Plan, *, clips: bool) -> list[Hop]:

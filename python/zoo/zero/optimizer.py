@@ -156,6 +156,7 @@ class ZeroOptimizer(SavedState):
             # Before the model is touched: what the wrapped optimizer refuses.
             tried = try_out(wrapped)
             alike = {
+                **{name: value for name, value in wrapped.options.items() if name not in (*tried.groups[0], "peers")},
                 "optimizer": wrapped.make, **of_groups(tried.groups), "clip_norm": clip_norm,
                 "loss_scale": self._scaler, "nonfinite_gradients": nonfinite_gradients,
             }  # fmt: skip
@@ -203,6 +204,7 @@ class ZeroOptimizer(SavedState):
             self._in_backward = UpdateInBackward(
                 self.updater, self._options_of_update, self._publish, sharded.writes.take
             )
+        self.runtime.contexts.count_by(self._count_updates)
         reductions, early = self.runtime.reductions, self._in_backward
         reductions.follower = early
         reductions.begins = partial(self.updater.expect, weakref.ref(self)) if early is None else early.begin
@@ -240,8 +242,16 @@ class ZeroOptimizer(SavedState):
 
     @property
     def clip_norm(self) -> float:
-        """Each step clips the gradients to it; 0 for no clipping."""
+        """Each step clips the gradients to it; 0 for no clipping. May be set between steps, on all ranks, where steps
+        measure the norm: 0 becomes ``math.inf`` then. Another value on another rank is an error of the next step.
+
+        Setting it raises ValueError: it is no norm, or steps do not measure.
+        """
         return self.clipping.max_norm
+
+    @clip_norm.setter
+    def clip_norm(self, norm: float) -> None:
+        self.clipping.change(norm)
 
     def backward(self, loss: torch.Tensor) -> None:
         """``(loss * loss_scale).backward()``. Without loss scaling plain ``loss.backward()`` is the same, but for a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,9 @@ def test_what_dcp_saved_is_read(tmp_path: Path) -> None:
         assert found.scalars[f"step/{name}"] == 3
     assert found.meta["values"]["steps"] == 3
     assert found.meta["values"]["optimizer.param_groups.0.lr"] == LR
-    assert [unknown.name for _, unknown in found.unknown if "Path" not in unknown.name] == []
+    # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a call of getattr.
+    names = {unknown.name for _, unknown in found.unknown if "Path" not in unknown.name}
+    assert names <= ({"builtins.getattr"} if (3, 11) <= sys.version_info < (3, 11, 4) else set())
 
     def job(rank: int) -> list[float]:
         mine = Net()

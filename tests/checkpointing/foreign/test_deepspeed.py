@@ -99,6 +99,7 @@ def losses(
     return sim.run(world, job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "stage"),
     [("stage0", 2), ("stage1", 3), ("stage2", 1), ("stage2_round_robin", 2), ("stage3", 3), ("stage3", 0)],

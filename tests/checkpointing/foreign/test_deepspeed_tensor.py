@@ -118,6 +118,7 @@ def test_parts_of_ranks_are_put_together(
     assert found.world_size == 4
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("info", "told"), [
     ({"autotp_unsupported_parameter_patterns": {"^w$": "interleaved"}}, "'w' .* DeepSpeed itself does not say"),
     ({"parameter_to_average_patterns": ["^w$"]}, "'w' .* of which DeepSpeed takes the mean"),

@@ -109,6 +109,7 @@ def test_stage_0_needs_its_groups_or_only_the_weights(tmp_path: Path) -> None:
     assert "a list for each group" in sentence(ckpt(source, tmp_path, "--groups", tmp_path / "groups.json"))
 
 
+@pytest.mark.dear
 def test_every_format_is_recognised_and_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "one.safetensors")
     folder = tmp_path / "hf"
@@ -144,6 +145,7 @@ def test_every_format_is_recognised_and_read(tmp_path: Path) -> None:
         assert {role for roles in found.roles.values() for role in roles} <= {"parameter", "buffer"}
 
 
+@pytest.mark.dear
 def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     assert "there is no file or folder" in sentence(ckpt(tmp_path / "nowhere", tmp_path / "out"))
     (tmp_path / "text").write_text("hello, this is no checkpoint")
@@ -215,6 +217,7 @@ class Counting:
         return (torch.arange(start, start + length) + self.base).float() % 1009
 
 
+@pytest.mark.dear
 def test_no_more_than_a_piece_is_in_memory(tmp_path: Path) -> None:
     rows, columns = 24_000, 1_000  # 96 MB in each of two tensors, one of them in rows on two ranks
     found = ForeignCheckpoint("big", tmp_path / "nowhere")

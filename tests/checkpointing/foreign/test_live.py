@@ -112,6 +112,7 @@ def test_zoo_and_torch_alone_read_it(tmp_path: Path, world: int, stage: int, kin
     assert plain.seen.tolist() == [2, 7]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_rank_writes_its_own_elements_and_nothing_is_gathered(tmp_path: Path, stage: int) -> None:
     def job(rank: int) -> int:
@@ -233,6 +234,7 @@ def columns(rank: int, stage: int, value: torch.Tensor) -> tuple[torch.nn.Linear
     return model, ZeroOptimizer(model, stage=stage, param_persistence_threshold=0, **options)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_parts_along_other_axes_are_boxes_of_the_whole(tmp_path: Path, stage: int) -> None:
     def train(model: Any, optimizer: ZeroOptimizer, rank: int, number: int) -> None:

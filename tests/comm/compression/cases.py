@@ -12,6 +12,8 @@ from zoo.comm.compression import Blockwise, Fp8, OneBit, PowerSGD, RandomK, TopK
 COMPRESSORS: dict[str, Any] = {
     "onebit": OneBit(OneBit.Config(group_size=64)),
     "onebit, large groups": OneBit(),
+    "onebit, a = 1": OneBit(OneBit.Config(group_size=64, factor=1.0)),
+    "onebit, rms": OneBit(OneBit.Config(group_size=64, scale="rms")),
     "onebit by the norm": OneBit(OneBit.Config(scale="norm")),
     "int8": Blockwise(Blockwise.Config(bits=8, group_size=16)),
     "int4": Blockwise(Blockwise.Config(bits=4)),

@@ -49,6 +49,7 @@ def test_before_it_begins_nothing_is_compressed() -> None:
         assert not state.reducers
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("compressor", ["onebit", "blockwise", "top_k", "power_sgd"])
 def test_it_trains_and_ranks_stay_equal(compressor: str) -> None:
     def state() -> HookState:

@@ -124,6 +124,7 @@ def test_other_ranks_take_over_what_is_owed(size: int, other: int, numel: int, s
     assert torch.allclose(paid, due, atol=1e-5)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["onebit", "int8", "top_k", "power_sgd"])
 def test_the_mean_comes_out_in_the_long_run(name: str) -> None:
@@ -230,12 +231,58 @@ def test_the_wire_is_as_small_as_is_said() -> None:
 def test_options_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         OneBit(OneBit.Config(group_size=100))
+    for factor in (0.0, 2.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="above 0 and below 2"):
+            OneBit(OneBit.Config(factor=factor))
     with pytest.raises(ValueError, match="above 0 and at most 1"):
         TopK(TopK.Config(ratio=0.0))
     with pytest.raises(ValueError, match="chunk=64, 64 elements on 1 ranks; it must cover all 65"):
         ReduceLeg(Communicator(), OneBit(), 65, chunk=64)
     with pytest.raises(ValueError, match="nodes of one size"):
         Hierarchical(Communicator(), OneBit(), 10)
+
+
+@examples_of(
+    factor=st.floats(0.01, 1.99), numel=NUMELS, seed=st.integers(0, 99), kind=st.sampled_from(["normal", "spread"])
+)
+def test_one_call_by_the_mean_leaves_less_than_it_was_given(factor: float, numel: int, seed: int, kind: str) -> None:
+    """‖e‖² = ‖c‖² - a·(2 - a)·‖c‖₁²/n of each group, for each a between 0 and 2."""
+    group = 64
+    codec, error = OneBit(OneBit.Config(group_size=group, factor=factor)), torch.empty(numel)
+    c = given(numel, 0, 0, seed, kind=kind)
+    wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
+    codec.encode_(c.clone(), None, wire)
+    codec.owed_(error, c, wire)
+    for e, part in zip(error.double().split(group), c.double().split(group), strict=True):
+        square = part.square().sum()
+        less = factor * (2 - factor) * part.abs().sum() ** 2 / max(len(part), 1)
+        assert abs(e.square().sum() - (square - less)) <= 1e-5 * square
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("beta", [0.9, 0.99])
+def test_momentum_that_is_fed_back_stays_nearer_with_the_default_than_with_the_best_of_one_call(beta: float) -> None:
+    """RMS of Σ (what all see - the true momentum) after many calls, which is how far parameters are off."""
+    numel, steps = 4096, 300
+
+    def off(factor: float | None) -> float:
+        def fn(rank: int) -> Tensor:
+            reducer = OneBit(OneBit.Config(factor=factor)).reducer(Communicator(), numel)
+            momentum, true, total = torch.zeros(numel), torch.zeros(numel), torch.zeros(())
+            far = torch.zeros(numel)
+            for step in range(steps):
+                grads = [given(numel, each, step, 0) for each in range(2)]
+                true = beta * true + (1 - beta) * (grads[0] + grads[1]) / 2
+                reducer.start(beta * momentum + (1 - beta) * grads[rank], momentum).wait()
+                reducer.commit()
+                far += momentum - true
+                if step >= steps // 2:
+                    total += far.square().mean()
+            return total
+
+        return float(sim.run(2, fn)[0]) ** 0.5
+
+    assert off(None) < 0.75 * off(1.0)
 
 
 def test_chance_is_shared_and_differs_from_draw_to_draw() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from scripts.real import slurm
+from tests.clients.test_accelerate_launch import KINDS as YAMLS
+from tests.clients.test_accelerate_launch import yaml
 from tests.launch.real import jobs
 from tests.launch.real.jobs import KINDS, PROGRAM, ZOO, Place
 
@@ -34,6 +36,17 @@ def test_mpirun_of_ranks_and_of_launchers(here: Place, expected: Losses, kind: s
     jobs.check(here.run(*mpirun, sys.executable, str(PROGRAM), kind, **port).stdout, 2, expected, kind)
     port["MASTER_PORT"] = jobs.free_port()
     jobs.check(here.run(*mpirun, *ZOO, "launch", "--ranks", "2", str(PROGRAM), kind, **port).stdout, 4, expected, kind)
+
+
+def test_accelerate(here: Place, expected: Losses, kind: str) -> None:
+    """A program that does not know it; those that do are in tests/clients."""
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed (the extra clients)")
+    fields, precision, _ = YAMLS["zero2 in fp32"]
+    (here.folder / "config.yaml").write_text(yaml(fields, precision))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "config.yaml"]
+    numbers = ["--num_processes", "2", "--main_process_port", jobs.free_port()]
+    jobs.check(here.run(*command, *numbers, str(PROGRAM), kind).stdout, 2, expected, kind)
 
 
 @pytest.fixture

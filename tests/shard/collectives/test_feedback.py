@@ -90,6 +90,7 @@ def test_what_is_sent_and_what_is_kept_is_what_was_given(program: list[str], see
 
 
 # Of two hops the second sends sums, whose errors nobody keeps: it takes more steps until the first one's show.
+@pytest.mark.dear
 @pytest.mark.parametrize(("nodes", "steps", "ratio"), [(1, 40, 0.2), pytest.param(2, 120, 0.7, marks=pytest.mark.slow)])
 def test_training_follows_exact_gradients_more_closely(nodes: int, steps: int, ratio: float) -> None:
     def fn(rank: int, quantised: bool, feedback: bool) -> dict[str, torch.Tensor]:

@@ -271,6 +271,7 @@ def test_without_the_kernels_a_sentence_says_what_is_missing(monkeypatch: pytest
         ZeroOptimizer(nn.Linear(4, 4), stage=3, zero_quantized_weights=True, optimizer=torch.optim.SGD, lr=0.1)
 
 
+@pytest.mark.dear
 @given(
     states=st.sampled_from(["none", "cpu", "nvme"]), parameters=st.sampled_from(["none", "cpu", "nvme"]),
     mics=st.sampled_from([-1, 2, 4]), two_stages=st.booleans(), weights=st.booleans(), gradients=st.booleans(),
@@ -352,6 +353,7 @@ def test_frozen_parameters_take_a_byte_each(dtype: torch.dtype, world: int, devi
     assert after == 3 * 64 * 64 * (1 + 4 / 256) / world
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 4])
 def test_on_nvme_they_take_a_byte_each_too_and_no_more_is_read(dtype: torch.dtype, world: int, tmp_path: Path) -> None:
@@ -387,6 +389,7 @@ def test_on_nvme_they_take_a_byte_each_too_and_no_more_is_read(dtype: torch.dtyp
         assert saved == numel * (1 + 4 / 256)  # and a checkpoint reads what it writes
 
 
+@pytest.mark.dear
 @given(
     world=st.sampled_from([1, 2, 4]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     device=st.sampled_from(["cpu", "nvme"]), states=st.sampled_from(["none", "cpu", "nvme"]),

@@ -62,6 +62,7 @@ class Shelves:
         del self.kept[key]
 
 
+@pytest.mark.dear
 @given(
     case=cases(max_world=5), stage=st.integers(0, 3), where=st.sampled_from([None, "cpu", "nvme"]),
     low=st.booleans(), meta=st.booleans(), later=st.booleans(),
@@ -528,6 +529,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("how", ["cpu", "meta"])
 def test_building_on_nvme_takes_a_fraction_of_the_models_memory(tmp_path: Path, how: str) -> None:

@@ -139,6 +139,7 @@ def test_what_is_not_finite_is_not_spread_by_reading() -> None:
         assert torch.equal(found["first.weight"], expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("device", ["device", "nvme"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_what_is_frozen_is_kept_as_int8(device: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("when", "stage"),
     [  # stages 1 and 2 differ from 0 after backward alone
@@ -141,6 +142,7 @@ TOUCHES: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("touch", TOUCHES)
 def test_parameters_of_compiled_blocks_are_refused_where_they_are_not_there(touch: str) -> None:
     def fn(rank: int) -> None:
@@ -181,6 +183,7 @@ class Reads(Stack):
         return x @ self.first.weight + nn.functional.linear(x, self.blocks[1].up.weight).sum()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "what", ["blocks", "units", pytest.param("whole", marks=pytest.mark.slow), "a unit that is read"]
 )
@@ -206,6 +209,7 @@ def test_other_units_parameters_are_used_in_a_forward_of_compiled_modules(what: 
     assert all(torch.equal(state[name], other[name]) for name in other)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stage", "backend"),
     [
@@ -234,6 +238,7 @@ def test_a_graph_is_made_while_there_are_gradients(stage: int, backend: str) -> 
     assert all(torch.equal(state[name], other[name]) for name in other)
 
 
+@pytest.mark.dear
 def test_a_model_with_reduced_gradients_is_exported() -> None:
     def fn(rank: int) -> None:
         model = Stack()
@@ -284,6 +289,7 @@ def test_a_whole_model_is_compiled_after_construction(stage: int, how: str) -> N
         assert all(torch.equal(state[name], other[name]) for name in other)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_engine_compiles_unit_by_unit(stage: int) -> None:
     def fn(rank: int, backend: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:

@@ -85,6 +85,7 @@ def trained(rank: int, policy: ResidencyPolicy | None) -> tuple[list[torch.Tenso
     return [p.detach().clone() for _, p in optimizer.whole_parameters()], whole, gathers
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("policy", "whole", "gathers"),
     [

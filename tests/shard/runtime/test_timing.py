@@ -40,6 +40,7 @@ def steps(rank: int, stage: int, *, timed: bool = True) -> tuple[list[Span], Act
     return timer.spans if timed else [], actions, losses
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_spans_are_the_recorded_actions_in_time(stage: int, ranks: int) -> None:

@@ -100,6 +100,7 @@ def test_what_a_small_table_takes_serves_the_next_bucket(monkeypatch: pytest.Mon
         assert found == [512 * 64 * 4] * 3
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("saved", ["itself", "a view", "a detached one", "of one that is frozen for a while"])
 def test_what_autograd_has_saved_stays(monkeypatch: pytest.MonkeyPatch, saved: str) -> None:
     def before(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from zoo.shard.parameters import Presence
 from zoo.zero import ShardedModel, ZeroOptimizer
 
 
+@pytest.mark.dear
 @given(cases())
 @example(Case(stage=3, max_bytes=10**6))
 @example(Case(stage=1, each=(0, 1, 2)))

@@ -187,6 +187,7 @@ def test_during_training_what_is_gathered_for_backward_stays_right() -> None:
             assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("device", [None, "cpu", "nvme"])
 def test_a_model_of_init_can_be_read_and_written(tmp_path: Path, device: str | None) -> None:
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}

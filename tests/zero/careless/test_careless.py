@@ -20,6 +20,7 @@ from zoo.zero import PartitionedAccessError, ZeroOptimizer
 # 1 and 2: outputs that nobody brings back, exceptions ----------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 @pytest.mark.parametrize("dropped_later", [False, True])
 def test_outputs_that_some_ranks_keep_change_no_order(stage: int, dropped_later: bool) -> None:
@@ -44,6 +45,7 @@ def test_outputs_that_some_ranks_keep_change_no_order(stage: int, dropped_later:
         sim.run(2, fn, seed=seed)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_whole_forward_that_only_some_ranks_lead_to_the_loss(stage: int) -> None:
     def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
@@ -297,6 +299,7 @@ def test_a_write_that_a_partitioned_parameter_would_lose_is_refused() -> None:
 # 6 to 9: gradients and steps -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_of_the_model(stage: int, to_none: bool) -> None:
@@ -389,6 +392,7 @@ def test_a_loss_scale_that_backward_does_not_know_of(stage: int) -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("policy", ["skip", "error"])
 def test_a_norm_that_is_not_finite(stage: int, policy: str) -> None:

@@ -72,6 +72,7 @@ def test_a_backward_that_fails_on_one_rank_is_told_on_all(stage: int, fail: Call
     sim.run(2, fn, group_timeout_s=5.0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("fail", LONE)
 def test_a_backward_that_fails_on_all_ranks_leaves_no_trace(stage: int, fail: Callable[..., None]) -> None:
@@ -293,6 +294,7 @@ def test_a_module_called_by_itself_under_reentrant_checkpointing_and_again(stage
 # Graphs that are kept over a step ------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("held", [False, True])
 def test_a_graph_of_a_weight_that_is_kept_over_a_step_is_refused(stage: int, held: bool) -> None:

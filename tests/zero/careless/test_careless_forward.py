@@ -176,6 +176,7 @@ def test_a_model_that_returns_nothing_while_another_exception_is_handled() -> No
 # GatheredParameters --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_exception_on_one_rank_where_parameters_are_changed(stage: int, failing: int) -> None:

@@ -41,6 +41,7 @@ def _two_and_one(model: nn.Module, ranks: list[int], world: int) -> None:
         (losses[0] + losses[1]).backward()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("run", "exact"), [(_two_and_two, 1e-6), (_evaluation_first, 1e-6), (_two_and_one, 1e-3)])
 def test_several_passes_inside_of_one_autocast(stage: int, run: Callable[..., None], exact: float) -> None:

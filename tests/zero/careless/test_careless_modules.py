@@ -170,6 +170,7 @@ class Wraps(Blocks):
         return Opens()  # type: ignore[return-value]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", [Plain, Slotted, Data])
 def test_outputs_of_any_class(stage: int, kind: type) -> None:
@@ -359,6 +360,7 @@ def test_a_layer_that_is_put_back_has_its_name_again(stage: int) -> None:
         assert found == ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_torchscript_is_told_that_hooks_cannot_be_compiled_and_traces_the_values_there_are(stage: int) -> None:
     def fn(rank: int) -> None:

@@ -31,6 +31,7 @@ from zoo.zero import (
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(
     "wrong", [torch.ones(1).double(), torch.ones(4).double(), torch.ones(6, 4), torch.ones(4, 6).double().t()[:1], 3.0]
@@ -65,6 +66,7 @@ def test_a_gradient_that_is_assigned_has_the_dtype_of_gradients_or_of_parameters
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_gradient_that_a_hook_replaces_while_it_arrives(stage: int, waits: bool) -> None:
@@ -197,6 +199,7 @@ class Failing(torch.optim.SGD):
         return done
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [1, 10**6])
 def test_ranks_have_the_same_parameters_after_a_step_that_the_optimizer_fails(stage: int, size: int) -> None:
@@ -352,6 +355,7 @@ def test_an_instance_is_taken_over_again_after_close(stage: int, watched: bool) 
     sim.run(2, fn)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("stage", [0, 3])
 def test_states_that_are_kept_keep_neither_model_nor_optimizer(stage: int) -> None:
     def fn(rank: int) -> None:

@@ -45,6 +45,7 @@ def refused(optimizer: ZeroOptimizer, state: Any, match: str) -> None:
 # Options that are saved with the state -------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_saved_options_say_which_states_are_loaded(stage: int) -> None:
     def fn(rank: int) -> None:
@@ -155,6 +156,7 @@ def test_a_state_that_lacks_something_is_refused_on_all_ranks(
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_state_of_another_optimizer_is_refused(stage: int) -> None:
     def fn(rank: int) -> None:

@@ -207,6 +207,7 @@ def test_parameters_that_lie_in_one_storage_apart_from_each_other_train(stage: i
 # The optimizer itself ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_copied_or_pickled_optimizer_is_refused(stage: int, way: Callable[[Any], Any]) -> None:
@@ -223,6 +224,7 @@ def test_a_copied_or_pickled_optimizer_is_refused(stage: int, way: Callable[[Any
     sim.run(2, fn)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_whose_optimizer_is_gone_runs_and_says_what_was_missed(stage: int) -> None:
@@ -368,6 +370,7 @@ SWAPS: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", SWAPS)
 def test_swapped_tensors_are_refused_and_training_goes_on(stage: int, way: str) -> None:

@@ -39,6 +39,7 @@ def test_gradients_that_are_assigned_count_or_are_refused(stage: int) -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ranks", [(0, 1), (0,)])
 def test_looking_at_the_model_in_a_hook_of_another_backward(stage: int, ranks: tuple[int, ...]) -> None:

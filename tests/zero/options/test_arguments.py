@@ -114,6 +114,7 @@ def test_an_instance_of_whole_tensors_works() -> None:
     train(model, Stage2Optimizer(model, optimizer=zoo.optim.Lamb(model.parameters(), lr=0.1)), 0)
 
 
+@pytest.mark.dear
 def test_an_instance_that_was_taken_over_refuses_to_step() -> None:
     model = small()
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -195,6 +195,7 @@ def test_a_document_with_old_keys_warns_and_explains() -> None:
     assert problem({"zero_hpz_partition_size": "many"}).startswith("zero_optimization.zero_hpz_partition_size: given")
 
 
+@pytest.mark.dear
 def test_editors_accept_the_keys_too() -> None:
     properties = json_schema()["$defs"]["ZeroConfig"]["properties"]
     for name, (_, _, aliases) in ZERO.items():

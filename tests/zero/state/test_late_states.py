@@ -46,6 +46,7 @@ def train(model: Any, optimizer: ZeroOptimizer, rank: int, first: int, last: int
         one_step(model, optimizer, rank, step)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_by_rank(stage: int) -> None:
     def fn(rank: int) -> None:
@@ -62,6 +63,7 @@ def test_by_rank(stage: int) -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "other"), [(0, 3), (3, 0), (2, 1), (3, 3)])
 def test_by_elements_at_another_stage_and_number_of_ranks(stage: int, other: int) -> None:
     def saves(rank: int) -> Any:

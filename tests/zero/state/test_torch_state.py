@@ -173,6 +173,7 @@ def test_states_that_are_looked_for_before_the_first_step_change_nothing(stage: 
     sim.run(2, fn)
 
 
+@pytest.mark.dear
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", STAGES)
 def test_states_that_are_split_are_rows_of_dtensors(stage: int) -> None:

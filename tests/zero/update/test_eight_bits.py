@@ -50,6 +50,7 @@ def at(stage: int, name: str, sizes: tuple[int, int, int], *, bias: bool) -> dic
     return both[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parts_of_whole_blocks_have_the_bits_of_whole_parameters(stage: int, name: str) -> None:
@@ -60,6 +61,7 @@ def test_parts_of_whole_blocks_have_the_bits_of_whole_parameters(stage: int, nam
     assert not all(torch.equal(value, plain[key]) for key, value in whole.items()), "nothing was quantised"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_blocks_never_mix_parameters(stage: int) -> None:
     """Nothing loses much more than where parameters are whole; biases, whose states are small, nearly nothing."""

@@ -18,7 +18,7 @@ from zoo import sim
 from zoo.optim import DiLoCo, LocalSGD, OnebitAdam, OnebitLamb, ZeroOneAdam
 from zoo.zero import ZeroOptimizer
 
-GROUP = {"type": "onebit", "params": {"group_size": 64}}
+GROUP = {"type": "onebit", "params": {"group_size": 64, "factor": 1.0}}  # the scale of the papers
 
 
 class Given(nn.Module):
@@ -55,6 +55,18 @@ def chunks_of(size: int, ranks: int) -> list[slice]:
     """Chunks of whole units of 64 elements."""
     chunk = math.ceil(size / ranks / 64) * 64
     return [slice(min(r * chunk, size), min((r + 1) * chunk, size)) for r in range(ranks)]
+
+
+@pytest.mark.parametrize("other", ["fp8", {"type": "onebit", "params": {"group_size": 128}}])
+def test_ranks_with_other_compressors_are_told_before_anything_travels(other: Any) -> None:
+    """Their messages would have other sizes, after the warm-up: by default of 100,000 steps."""
+
+    def job(rank: int) -> None:
+        words = "construct a ZeRO optimizer in different ways: compressor: .* on rank 0, .* on rank 1"
+        with pytest.raises(ValueError, match=words):
+            ZeroOptimizer(Given((5,)), optimizer=OnebitAdam, lr=0.1, stage=1, compressor=other if rank else GROUP)
+
+    sim.run(2, job)
 
 
 SHAPES = st.lists(st.sampled_from([(1,), (7,), (33, 3), (64,), (5, 5, 5)]), min_size=1, max_size=3)

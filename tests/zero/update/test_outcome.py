@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.profiles import examples
 from tests.zero.blocks import Blocks
@@ -124,7 +125,16 @@ def train(cls: type[ZeroOptimizer], run: Run, rank: int) -> list[Any]:
     return found
 
 
+KEPT = Run(
+    stage=0, world=1, optimizer="AdamW", clip=0.05, scale=None, dtype=torch.bfloat16, pieces=20, steps=tuple(
+        Step(overflows=False, micro_batches=1, clears=clears, asks=False, tallies=False, momentum=None)
+        for clears in (True, False)
+    ),
+)  # fmt: skip
+
+
 @given(runs())
+@example(KEPT)  # what is added to was clipped in 16 bits
 def test_a_step_that_is_not_waited_for_has_the_same_bits(run: Run) -> None:
     waiting = sim.run(run.world, lambda rank: train(ZeroOptimizer, run, rank))
     late = sim.run(run.world, lambda rank: train(Late, run, rank))
@@ -287,7 +297,10 @@ def test_factors_on_the_device_have_the_bits_of_the_hosts(
     assert bits(torch.tensor(host.clip, dtype=torch.float64)) == bits(device.clip)
     given = torch.tensor(values, dtype=dtype)
     ours, theirs = given.clone(), given.clone()
-    assert bits(device.apply(ours, kept=kept)) == bits(host.apply(theirs, kept=kept))
+    paid: list[bool] = []
+    living: Any = SimpleNamespace(paid=lambda: paid.append(True)) if kept else None
+    assert bits(device.apply(ours, kept=living)) == bits(host.apply(theirs, kept=living))
+    assert len(paid) == (0 if living is None else sum(not factors.neutral for factors in (device, host)))
     assert bits(ours) == bits(theirs)  # what is kept
     assert float(device.found_inf) == 0.0  # type: ignore[arg-type]
     bad = clipping.factors_on_device(norm * math.inf)

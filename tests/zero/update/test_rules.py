@@ -349,6 +349,7 @@ def test_what_needs_whole_parameters_is_refused_where_ranks_split_them(kind: str
         assert "Use stage 0" in text
 
 
+@pytest.mark.dear
 @examples(times=10)
 @given(
     kind=st.sampled_from(sorted(KINDS)), world=st.integers(1, 3), stage=st.integers(0, 3),

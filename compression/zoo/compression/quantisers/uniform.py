@@ -1,6 +1,9 @@
 """Uniform quantisation to b bits, in the order of operations of zoo.kernels.quantise, so that both give the same bits.
 
 Symbols: w (G, n) groups in fp32; Q the largest integer; u (G, n) in [0, 1) or None.
+
+A group whose span is below Q/3.4e38, so that Q/span overflows fp32, has no steps: what is not its lower end (or 0)
+becomes an end.
 """
 
 from __future__ import annotations

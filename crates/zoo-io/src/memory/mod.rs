@@ -4,6 +4,7 @@ mod ledger;
 mod page_lock;
 mod pool;
 mod region;
+mod returning;
 
 pub use ledger::{Ledger, LedgerStats, Reservation};
 pub use page_lock::{PageLock, cuda};
@@ -11,6 +12,7 @@ pub(crate) use page_lock::{cuda_names, open_first};
 pub use pool::{Pool, PoolBuffer, PoolStats};
 pub use region::Region;
 pub(crate) use region::{Home, Mapping, dropped_so_far, find, is_live, pin, wait_until_gone};
+pub(crate) use returning::Returning;
 
 /// Buffers start at multiples of this: a page, which satisfies every device.
 pub const BUFFER_ALIGNMENT: usize = 4096;

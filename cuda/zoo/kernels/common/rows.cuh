@@ -67,7 +67,8 @@ class LaneSums {
     }
   }
 
-  // The sums, known to all threads. Ends with nobody reading what was added.
+  // The sums, known to all threads; nobody reads what was added any more. Before the next fold comes an add, whose
+  // barrier is behind what is read here.
   __device__ __forceinline__ void fold(float (&sums)[COUNT]) {
     __shared__ float lanes[COUNT][LANES];
     const unsigned groups = blockDim.x / LANES, mine = threadIdx.x / LANES;
@@ -82,21 +83,19 @@ class LaneSums {
       for (int half = WARP / 2; half > 0; half /= 2) sum += __shfl_xor_sync(ALL, sum, half);
       sums[which] = sum;
     }
-    __syncthreads();
   }
 
  private:
   float lane_[COUNT] = {};
 };
 
-// The greatest of all threads of the block, by `larger`.
+// The greatest of all threads of the block, by `larger`. A kernel that calls it again has a barrier between.
 __device__ __forceinline__ float block_maximum(float maximum) {
   __shared__ float of_warps[THREADS / WARP];
   for (int half = WARP / 2; half > 0; half /= 2) maximum = larger(maximum, __shfl_xor_sync(ALL, maximum, half));
   if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = maximum;
   __syncthreads();
   for (unsigned w = 0; w < blockDim.x / WARP; ++w) maximum = larger(maximum, of_warps[w]);
-  __syncthreads();
   return maximum;
 }
 

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(32 * WARPS)
     const float magnitude = fabsf(value), upper = __shfl_down_sync(0xFFFFFFFFu, magnitude, 16);
     sum = (sum + magnitude) + upper;
   }
-  float total = __shfl_sync(0xFFFFFFFFu, sum, 0);
+  float total = sum;  // that of the first lane counts
   for (int k = 1; k < SHORT_LANES; ++k) total = total + __shfl_sync(0xFFFFFFFFu, sum, k);
   if (lane == 0) scales[index] = total / float(end - begin);
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import mmap
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ STAGE_BYTES = 8 << 20
 NUM_STAGES = 3
 """One of these is filled, and the others are on their way."""
 HEADER_MULTIPLE = 4096
+HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -158,11 +160,22 @@ class _Writer:
 
 
 def _aligned(num_bytes: int) -> torch.Tensor:
-    """Memory of so many bytes, whole blocks where it is more than one, that begins at a multiple of 4096."""
+    """Memory of so many bytes, whole blocks where it is more than one, that begins at a multiple of 4096.
+
+    From 2 MiB on it lies on huge pages where the system has them: a device reaches small pages in many small pieces, at
+    0.7 to 0.8 of its bandwidth and for five times the CPU time.
+    """
     if num_bytes > BLOCK_BYTES:
         num_bytes = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-    raw = torch.empty(num_bytes + 4096, dtype=torch.uint8)
-    first = -raw.data_ptr() % 4096
+    if num_bytes < HUGE_PAGE:
+        raw = torch.empty(num_bytes + 4096, dtype=torch.uint8)
+        first = -raw.data_ptr() % 4096
+    else:
+        mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):  # no Linux, or a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        raw = torch.frombuffer(mapped, dtype=torch.uint8)
+        first = -raw.data_ptr() % HUGE_PAGE
     return raw[first : first + num_bytes]
 
 

@@ -115,7 +115,7 @@ def fill(wanted: Wanted, *, say: Callable[[str], None] = lambda text: None) -> H
         made = _device(device, wanted, ranks, sources, say)
     finally:
         torch.set_num_threads(threads)
-    channels = _channels(device, wanted, sources, say)
+    channels = _channels(device, wanted, ranks, sources, say)
     inside, between = _links(device, wanted, ranks, channels, sources, say)
     return Hardware(
         name=wanted.name, device=made, ranks_per_node=ranks, inside=inside, between=between, channels=channels,
@@ -175,7 +175,7 @@ def _kind(device: torch.device, ranks: int) -> tuple[str, int, int]:
 
 
 def _channels(
-    device: torch.device, wanted: Wanted, sources: list[str], say: Callable[[str], None]
+    device: torch.device, wanted: Wanted, ranks: int, sources: list[str], say: Callable[[str], None]
 ) -> dict[str, Channel]:
     found: dict[str, Channel] = {}
     if device.type == "cuda":
@@ -185,6 +185,9 @@ def _channels(
         for name, line in copies(device, wanted.seconds * _PARTS["copies"]).items():
             found[name] = _channel(line, COPY_SIZES[-1])
         sources.append("to_device, to_host: copies of page-locked memory, 4 KiB to 256 MiB, a line through the medians")
+        say("host memory")
+        found["host_memory"] = host_memory(ranks, wanted.seconds * _PARTS["memory"])
+        sources.append(f"host_memory: a copy of 256 MiB by the share of one of {ranks} ranks, while other ranks rest")
     if wanted.folder is not None:
         from zoo.cli.bench.disk import SIZES, measure_disk
 
@@ -197,6 +200,21 @@ def _channels(
             "device, and of a host below a virtual machine, are not emptied"
         )
     return found
+
+
+def host_memory(ranks: int, seconds: float) -> Channel:
+    """What a rank's share of the processors reads and writes in host memory."""
+    import torch
+
+    from zoo.cli.bench.computing import memory_bandwidth
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    try:
+        rate, _ = memory_bandwidth(torch.device("cpu"), seconds)
+    finally:
+        torch.set_num_threads(threads)
+    return Channel(latency_s=0.0, bytes_per_s=rate)
 
 
 def _channel(line: Line, largest: int) -> Channel:

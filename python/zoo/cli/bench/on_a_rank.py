@@ -12,6 +12,22 @@ from zoo.cli.bench.collectives import Measured, Settings, measure
 from zoo.cli.failure import one_sentence
 
 
+def takes_gpu(settings: Settings) -> bool:
+    """Whether the measurement is of GPUs.
+
+    Raises:
+        ValueError: it is to be, and there is none.
+    """
+    import torch
+
+    there = torch.cuda.is_available()
+    if settings.device == "cuda" and not there:
+        raise ValueError(
+            "device = 'cuda', and torch sees no GPU here; give --device cpu. zoo doctor says why there is none."
+        )
+    return there and settings.device != "cpu"
+
+
 def measure_as_rank(settings: Settings, say: Callable[[str, int], None] = lambda operation, size: None) -> Measured:
     """Join the job that a launcher started, and measure. An error of one rank is told to the others.
 
@@ -19,16 +35,9 @@ def measure_as_rank(settings: Settings, say: Callable[[str, int], None] = lambda
         ValueError: a device that is not here, or one rank alone.
         RankFailedError: on the other ranks, with the reason.
     """
-    import torch
-
     from zoo.comm import Communicator, RankFailedError, init_distributed
 
-    gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
-    if gpu and not torch.cuda.is_available():
-        raise ValueError(
-            "device = 'cuda', and torch sees no GPU here; give --device cpu. zoo doctor says why there is none."
-        )
-    init_distributed("nccl" if gpu else "gloo")
+    init_distributed("nccl" if takes_gpu(settings) else "gloo")
     comm = Communicator()
     try:
         if settings.shared_memory and not comm.share_memory():

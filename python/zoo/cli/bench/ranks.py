@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from zoo.cli.bench.collectives import Measured, Settings
+from zoo.cli.bench.on_a_rank import takes_gpu
 
 _PATIENCE_S = 5.0
 _SLACK_S = 120.0
@@ -30,11 +31,13 @@ def measure_here(ranks: int, settings: Settings) -> Measured:
     """The measurement over so many processes of this machine.
 
     Raises:
-        ValueError: a number of ranks that is none.
+        ValueError: a number of ranks that is none; a GPU that is not here.
         RanksError: one failed; the others are ended.
     """
     if not 2 <= ranks <= MOST:
         raise ValueError(f"ranks = {ranks}; allowed are 2 to {MOST} processes on one machine.")
+    if settings.device == "cuda":
+        takes_gpu(settings)  # here, before ranks are started that would all say so
     with tempfile.TemporaryDirectory(prefix="zoo-bench-") as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "zoo.cli.bench.on_a_rank", settings.to_json(), str(path)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from zoo.cost.writing import write_whole
 
 
 def check_writable(path: Path) -> None:
@@ -32,9 +33,4 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: there is no space, or the folder has gone.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, json.dumps(value, indent=1) + "\n")

@@ -13,10 +13,11 @@ from collections import defaultdict
 import torch
 from torch import fx
 
-from zoo.compile.capture import alias_of
+from zoo.compile.capture import CASTS, alias_of
+from zoo.compile.ops import EVENTS
 from zoo.compile.plan import GraphPlan
-from zoo.compile.uses import CASTS
 from zoo.shard.buckets import Bucket
+from zoo.shard.placement.precision import COMPUTES, rounds
 
 _log = logging.getLogger("zoo.compile")
 
@@ -40,10 +41,11 @@ def _uses(place: fx.Node, own: torch.dtype) -> frozenset[torch.dtype]:
     found: set[torch.dtype] = set()
     for user in place.users:
         if user.target in CASTS and isinstance(user.meta.get("val"), torch.Tensor):
-            found.add(user.meta["val"].dtype)
+            dtype = user.meta["val"].dtype
+            found.add(dtype if dtype in COMPUTES else own)
         elif alias_of(user):
             found |= _uses(user, own)
-        elif user.op != "output":
+        elif user.op != "output" and user.target not in EVENTS:
             found.add(own)
     return frozenset(found)
 
@@ -51,13 +53,13 @@ def _uses(place: fx.Node, own: torch.dtype) -> frozenset[torch.dtype]:
 def _told(bucket: Bucket, uses: dict[str, frozenset[torch.dtype]]) -> str:
     own, travels = bucket.spec.dtype, bucket.spec.gather or bucket.spec.dtype
     kinds = {dtype for found in uses.values() for dtype in found}
-    wide = [name for name, found in uses.items() if any(dtype.itemsize > travels.itemsize for dtype in found)]
+    lossy = rounds(own, travels)
+    wide = [(name, dtype) for name, found in uses.items() for dtype in found if lossy and rounds(dtype, travels)]
     if wide:
-        _log.warning(
-            "%s travels as %s, and %s is read as it is: rounded. Leave it out of Precision(gather=...).", bucket.label,
-            travels, wide[0],
-        )  # fmt: skip
-        return f"{bucket.label} travels as {travels}, and {', '.join(wide)} is read as it is"
+        read = ", ".join(f"{name} is read as {'it is' if dtype is own else dtype}" for name, dtype in wide)
+        said = f"{bucket.label} travels as {travels}, and {read}"
+        _log.warning("%s: rounded. Leave it out of Precision(gather=...).", said)
+        return said
     if travels is not own:
         return f"{bucket.label} travels as {travels}: {bucket.layout.size * travels.itemsize:,} bytes"
     if len(kinds) > 1:

@@ -10,18 +10,15 @@ unit gives is kept.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zoo.compile.capture import alias_of
+from zoo.compile.capture import alias_of, copies, readers, writes
 from zoo.compile.plan import GraphPlan, Remade, Step, placeholders, return_values, values_of
-
-_CASTS: frozenset[Any] = frozenset(
-    {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default, torch.ops.aten.clone.default}
-)
 
 
 def keep_between_units(joint: fx.GraphModule, plan: GraphPlan) -> None:
@@ -37,9 +34,16 @@ def keep_between_units(joint: fx.GraphModule, plan: GraphPlan) -> None:
             forward[node] = None
             inside[node] = tuple(key for key in node.meta.get("nn_module_stack") or () if key in units)
     for node, mine in inside.items():
-        leaves = any(user in inside and inside[user][: len(mine)] != mine for user in node.users)
-        if mine and leaves and not alias_of(node):
+        if mine and not alias_of(node) and _leaves(node, mine, inside):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _leaves(node: fx.Node, mine: tuple[str, ...], inside: Mapping[fx.Node, tuple[str, ...]]) -> bool:
+    """Whether a value, or a view of it, is used outside of these units."""
+    return any(
+        user in inside and (inside[user][: len(mine)] != mine or (alias_of(user) and _leaves(user, mine, inside)))
+        for user in node.users
+    )
 
 
 def keep(graph: fx.GraphModule, plan: GraphPlan) -> fx.GraphModule:
@@ -50,20 +54,30 @@ def keep(graph: fx.GraphModule, plan: GraphPlan) -> fx.GraphModule:
 
 def _keep(graph: fx.Graph, plan: GraphPlan) -> None:
     parameters = plan.parameters(graph)
-    values = values_of(graph)
+    inputs, values = written(graph), values_of(graph)
     for i in range(plan.num_returned, len(values)):
         value = values[i]
         if not isinstance(value, fx.Node) or value in parameters:
             continue
         chain = made_of_parameter(value, parameters)
-        if chain is not None:
-            source: Any = chain[0].args[0]
+        source: Any = chain[0].args[0] if chain is not None else None
+        if chain is not None and source not in inputs:  # of that backward would make something else
             steps = [Step(n.target, n.args[1:], dict(n.kwargs), n.meta) for n in chain]
             plan.remade[value.name] = Remade(source.name, steps, source.meta.get("val"))
             values[i] = source
             plan.say("keep", f"{value.name} is made again from {source.name}")
     return_values(graph, values)
     graph.eliminate_dead_code()
+
+
+def written(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs to which the graph writes, or torch when it has run."""
+    described = graph.output_node().meta.get("desc") or ()
+    later = [said.mutated_input for said in described if isinstance(said, InputMutationAOTOutput)]
+    return {
+        place for place in placeholders(graph)
+        if place.meta.get("desc") in later or any(map(writes, readers(place)))
+    }  # fmt: skip
 
 
 def made_of_parameter(value: fx.Node, parameters: Any) -> list[fx.Node] | None:
@@ -73,7 +87,7 @@ def made_of_parameter(value: fx.Node, parameters: Any) -> list[fx.Node] | None:
         inputs = value.all_input_nodes
         if len(inputs) != 1 or not value.args or value.args[0] is not inputs[0]:
             return None
-        if not (alias_of(value) or value.target in _CASTS):
+        if not (alias_of(value) or copies(value)):
             return None
         chain.append(value)
         value = inputs[0]

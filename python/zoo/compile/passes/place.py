@@ -14,6 +14,7 @@ from torch import fx
 
 from zoo.compile.capture import Captured, NotWholeError, alias_of, readers
 from zoo.compile.ops import ACCUMULATE, BACK, ENTER, LEAVE
+from zoo.compile.passes.keep import written
 from zoo.compile.placing import Event
 from zoo.compile.placing import place as put
 from zoo.compile.plan import GraphPlan, placeholders, return_values, values_of
@@ -26,7 +27,7 @@ def place(graph: fx.GraphModule, plan: GraphPlan) -> fx.GraphModule:
     """See above."""
     order = _add_input(graph.graph)
     parameters = plan.parameters(graph.graph)
-    _refuse_returned(graph.graph, plan, parameters)
+    _refuse(graph.graph, plan, parameters)
     places: dict[Bucket, list[fx.Node]] = defaultdict(list)
     for node, (bucket, _) in parameters.items():
         if bucket.partitioned:
@@ -49,14 +50,18 @@ def _add_input(graph: fx.Graph) -> fx.Node:
         return graph.placeholder(ORDER)
 
 
-def _refuse_returned(graph: fx.Graph, plan: GraphPlan, parameters: Any) -> None:
-    """Raise NotWholeError if the model returns a parameter, or something in its memory."""
+def _refuse(graph: fx.Graph, plan: GraphPlan, parameters: Any) -> None:
+    """Raise NotWholeError if the model returns a parameter, or something in its memory, or writes to one that is not
+    here afterwards."""
     if plan.backward:
         return
+    changed = written(graph)
     returned = {value for value in values_of(graph)[: plan.num_returned] if isinstance(value, fx.Node)}
     for place, (bucket, slot) in parameters.items():
         if returned.intersection((place, *(node for node in readers(place) if alias_of(node)))):
             raise NotWholeError(f"the model returns {bucket.called(slot)!r}, or a view of it")
+        if bucket.partitioned and place in changed:
+            raise NotWholeError(f"the model writes to {bucket.called(slot)!r}")
 
 
 # Forward -------------------------------------------------------------------------------------------------------------

@@ -113,6 +113,13 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
         "flat fp32 tensors; the keys of `state_dict()` are zoo's. Groups cannot be added.",
     ),
     (
+        "attributes that a program sets",
+        "`optimizer.clip_grad`, `optimizer.cur_scale`, `engine.training_dataloader`, `engine.lr_scheduler` and the "
+        "counts are obeyed. Others of which something would follow in DeepSpeed (`engine.gradient_clipping`, "
+        "`optimizer.overlap_comm`, `optimizer.micro_step_id`, `engine.module`, `engine._config.x`) are an "
+        "AttributeError that says what does it. Names of the program's own are kept, and methods may be wrapped.",
+    ),
+    (
         "`get_global_grad_norm()` at stage 0 in fp32",
         "is a number; DeepSpeed has None.",
     ),
@@ -122,7 +129,7 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
     ),
     (
         "`gradient_clipping`",
-        "is 1.0 where the configuration does not say; zoo.engine's own default is no clipping.",
+        "is 1.0 where the configuration does not say, as in DeepSpeed 0.19.8; zoo.engine's own default is no clipping.",
     ),
     (
         "the configuration",

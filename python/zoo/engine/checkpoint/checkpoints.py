@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +31,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zoo.engine")
 
 
-def _check_asked(asked: list[dict[str, bool]]) -> None:
-    """Raise CheckpointError, on all ranks, where they ask for different saves: parts of a parameter would be missing,
-    or some would wait for others."""
-    for name, first in asked[0].items():
-        others = [str(rank) for rank, there in enumerate(asked) if there[name] != first]
-        if others:
-            raise checkpointing.CheckpointError(
-                f"save_checkpoint() got {name}={first} on rank 0 and {name}={not first} on rank"
-                f"{'s' * (len(others) > 1)} {', '.join(others)}: all ranks save alike, give one value on all of them.",
-                everywhere=True,
-            )
-
-
 class Checkpoints:
     """Saves and loads a model and its training.
 
@@ -53,8 +41,7 @@ class Checkpoints:
         records, boundary, batches, parts: what is saved beside tensors.
 
     Attributes:
-        not_loaded: why the state is that of no checkpoint: one was damaged, and a part of it is here already; until one
-        is loaded whole.
+        not_loaded, no_weights: why the state, or the weights, are half of a checkpoint; until one is loaded whole.
         registered: what else is saved and loaded, by name.
     """
 
@@ -67,7 +54,7 @@ class Checkpoints:
         self._config, self._optimizer, self._training = config, optimizer, training
         self._records, self._boundary, self._batches, self._parts = records, boundary, batches, parts
         self.registered: dict[str, Any] = {}
-        self.not_loaded = ""
+        self.not_loaded = self.no_weights = ""
         self._saver: checkpointing.BackgroundSaver | None = None
         self._constants: Constants | None = None
         self._script_in: Path | None = None
@@ -169,7 +156,9 @@ class Checkpoints:
             return clients[0].digest, asked
 
         told = checkpointing.together(everyone, what, tell)
-        _check_asked([there for _, there in told])
+        from zoo.engine.checkpoint.places import check_asked
+
+        check_asked([there for _, there in told])
         digests = [digest for digest, _ in told]
         meta.update(client=clients[0].value, **other_ranks(digests))
         meta["model"] = checkpointing.alike(everyone, what, lambda: model_meta(module, sharded))
@@ -320,7 +309,9 @@ class Checkpoints:
                     self._last_path = joined(directory, found.tag)
                     return (self._last_path if "://" in str(directory) else loaded[0]), loaded[1]
             except checkpointing.DamageError as error:
-                self.not_loaded = f"the checkpoint {found.tag!r} was found to be damaged while it was loaded."
+                if self.no_weights:
+                    text = f"the checkpoint {found.tag!r} was found to be damaged while it was loaded."
+                    self.not_loaded = self.no_weights = text
                 damaged.append(found.tag)
                 if tag is not None or isinstance(found, foreign.ForeignCheckpoint):
                     raise
@@ -350,24 +341,39 @@ class Checkpoints:
             module=self._module, sharded=self._sharded, found=found, reads=reads, wanted=wanted, custom=custom_load_fn
         )
         if self._optimizer is None:
-            load.take_weights()
-            self.not_loaded = ""
+            load.check_weights()
+            with self._half_way(found):
+                load.take_weights()
+            self.not_loaded = self.no_weights = ""
             return loaded
         before, self.not_loaded = self.not_loaded, ""
         try:
             training = self._state(self._training("load_checkpoint()"))
+        finally:
+            self.not_loaded = before
+        with self._half_way(found, begins=custom_load_fn is not None):
             mine = load.check(training)
-        except BaseException:
-            self.not_loaded = before
-            raise
-        try:
+        with self._half_way(found):
             load.take(training, mine)
-        except BaseException:
-            self.not_loaded = f"loading the checkpoint {found.tag!r} has failed half-way."
-            raise
-        if not wanted.all_of_it:  # what was left out is that of a damaged one still
-            self.not_loaded = before
+        self.no_weights = ""
+        if wanted.all_of_it:  # else what was left out is that of a damaged one still
+            self.not_loaded = ""
         return loaded
+
+    @contextlib.contextmanager
+    def _half_way(self, found: AnyCheckpoint, begins: bool = True) -> Iterator[None]:
+        """What fails in here leaves a part of a checkpoint behind, if it ``begins`` to take what is there."""
+        try:
+            yield
+        except BaseException:
+            if begins:
+                self.not_loaded = self.no_weights = f"loading the checkpoint {found.tag!r} has failed half-way."
+            raise
+
+    def need_weights(self, what: str) -> None:
+        """Raise ValueError where the weights are those of no checkpoint, since a load has failed half-way."""
+        if self.no_weights:
+            raise ValueError(f"{what} of an engine that is not loaded: {self.no_weights} Load another checkpoint.")
 
     def _check_custom(self, custom_load_fn: Any) -> None:
         """Raise ValueError where it cannot be called with the whole model; every rank gives one, or none does."""
@@ -416,6 +422,7 @@ class Checkpoints:
         """
         from zoo.engine.checkpoint.saving import save_model
 
+        self.need_weights("save_16bit_model()")
         self._records.read_outcome()
         return save_model(self._module, self._sharded, folder, filename, exclude_frozen=exclude_frozen_parameters)
 
@@ -433,6 +440,7 @@ class Checkpoints:
         """
         from zoo.engine.checkpoint.state_dicts import whole_state_dict
 
+        self.need_weights("module_state_dict()")
         self._records.read_outcome()
         return whole_state_dict(self._module, self._sharded, frozen=not exclude_frozen_parameters)
 

@@ -18,7 +18,7 @@ from zoo.engine.checkpoint.random_state import set_random_state
 from zoo.engine.checkpoint.state_dicts import CustomLoad, load_custom
 from zoo.engine.checkpoint.training_state import TrainingState
 from zoo.shard import ShardedModel
-from zoo.zero.state.logical import fill_frozen, slices_of
+from zoo.zero.state.logical import fill_frozen, parameters_of, slices_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Load:
     """What is wanted of a checkpoint goes where it belongs; every method is a collective.
 
     First :meth:`check`, which changes nothing, then :meth:`take`; or, of an engine that only evaluates,
-    :meth:`take_weights`.
+    :meth:`check_weights` and :meth:`take_weights`.
     """
 
     module: nn.Module
@@ -50,6 +50,7 @@ class Load:
         def check() -> None:
             check_model(found, self.module, self.sharded, wanted)
             check_training(training, found, wanted)
+            self._check_what_stays(training)
 
         checkpointing.together(everyone, self._what, check)
         check_names(found, self.module, self.sharded, wanted)
@@ -62,6 +63,20 @@ class Load:
             load_custom(self.module, self.reads, found, self.custom, everyone, self._what, mine)
         return mine
 
+    def _check_what_stays(self, training: TrainingState) -> None:
+        """Raise CheckpointError where parameters that the checkpoint does not give are not the same on all ranks."""
+        meetings = training.optimizer.updater.meetings
+        if meetings is None or meetings.agreed:
+            return
+        runs = parameters_of([b for b in self.sharded.buckets if b.spec.trainable])
+        stays = self.custom is not None or not all(self.wanted.has(self.found, run) for run in runs)
+        if stays:
+            raise checkpointing.CheckpointError(
+                "it does not give all parameters, and those that stay are each rank's own between two steps by which "
+                "ranks agree on them. Load after a step that ends with an agreement, before the first step, or all "
+                "parameters"
+            )
+
     def take(self, training: TrainingState, mine: Mapping[str, torch.Tensor]) -> None:
         """What is wanted of a checkpoint that fits. ``mine``: what :meth:`check` has returned."""
         optimizer, wanted, found = training.optimizer, self.wanted, self.found
@@ -69,9 +84,10 @@ class Load:
             training.restore_options(found)
         live = [] if wanted.all_of_it else optimizer.held_slices(owned=False)
         begins = beginning(optimizer, found) if wanted.optimizer else set()
-        kept = Kept(self.reads, found, wanted, live, self._dtypes(), beginning=begins)
+        follow = optimizer.states.that_follow
+        kept = Kept(self.reads, found, wanted, live, self._dtypes(), beginning=begins, follow=follow)
         del live
-        optimizer.load_state(kept.read, kept.scalars(optimizer.held_scalars()))
+        optimizer.load_state(kept.read, kept.scalars(optimizer.held_scalars()), new_weights=not wanted.optimizer)
         if self.custom is None:
             load_buffers(self.module, self.reads, wanted)
         self.reads.agree(self.sharded.everyone, self._what)
@@ -88,12 +104,17 @@ class Load:
                 load_own_buffers(self.module, mine)
             set_random_state(mine)
 
+    def check_weights(self) -> None:
+        """Raise for what does not fit an engine that only evaluates."""
+        found, wanted = self.found, self.wanted
+        everyone, module, sharded = self.sharded.everyone, self.module, self.sharded
+        checkpointing.together(everyone, self._what, lambda: check_model(found, module, sharded, wanted))
+        check_names(found, self.module, self.sharded, wanted)
+
     def take_weights(self) -> None:
         """Into an engine that only evaluates."""
         buckets, everyone, found, wanted = self.sharded.buckets, self.sharded.everyone, self.found, self.wanted
         held = list(slices_of([], buckets, owned=False))
-        checkpointing.together(everyone, self._what, lambda: check_model(found, self.module, self.sharded, wanted))
-        check_names(found, self.module, self.sharded, wanted)
         if self.custom is not None:
             load_custom(self.module, self.reads, found, self.custom, everyone, self._what, {})
         else:

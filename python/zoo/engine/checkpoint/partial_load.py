@@ -11,7 +11,7 @@ from zoo import checkpointing
 from zoo.engine.checkpoint.agreed_reader import Reads
 from zoo.engine.checkpoint.contents import PARAMETER, AnyCheckpoint, meta_of, states_of
 from zoo.layout import Box
-from zoo.zero.state.logical import Run
+from zoo.zero.state.logical import APART, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +55,15 @@ class Kept:
         live: the slices that this rank holds. Copies are made of those that stay.
         dtypes: what parameters compute in, by name.
         beginning: parameters that it has, without states, which others have.
+        follow: states that begin as the parameter's value.
     """
 
     def __init__(
         self, reads: Reads, found: AnyCheckpoint, wanted: Wanted, live: Iterable[checkpointing.StateSlice],
-        dtypes: Mapping[str, torch.dtype], *, beginning: Collection[str] = (),
+        dtypes: Mapping[str, torch.dtype], *, beginning: Collection[str] = (), follow: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._reads, self._found, self._wanted, self._dtypes = reads, found, wanted, dtypes
-        held, self._beginning = list(live), set(beginning)
+        held, self._beginning, self._follow = list(live), set(beginning), set(follow)
         self._lacking = {item.name for item in held if item.role == PARAMETER and not wanted.has(found, item)}
         self._live: dict[tuple[str, str, int, int], torch.Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -87,6 +88,10 @@ class Kept:
         if name in self._lacking or (name in self._beginning and role != PARAMETER):
             from zoo.checkpointing.format.exact import dtype_named
 
+            if role.startswith(APART):
+                raise KeyError(role)  # no rank has any of its own
+            if role in self._follow:
+                return self.read(name, PARAMETER, start, length, out=out)
             return torch.zeros(length, dtype=dtype_named(self._dtype_of(role)))
         return self._reads.read(name, role, start, length, out=out)
 

@@ -50,6 +50,14 @@ class ModelConfig:
                 f"heads."
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        """The same in the words of ``transformers``, whose GPT-2 has these layers unless ``mlp`` is given."""
+        return {
+            "model_type": "gpt2" if self.mlp is None else f"byte_lm with {self.mlp.type}", "n_embd": self.width,
+            "n_head": self.heads, "n_layer": self.layers, "n_positions": self.context, "vocab_size": NUM_BYTES,
+            "tie_word_embeddings": True, "resid_pdrop": 0.0,
+        }  # fmt: skip
+
 
 class Block(nn.Module):
     """``x + Attention(LN(x))``, then ``x + MLP(LN(x))`` with ``MLP(h) = W2 GELU(W1 h)``; (B, T, C) to (B, T, C).

@@ -66,6 +66,12 @@ class Segment:
         read = [_value(self._owner(), path, self.constants) for path in sorted(self.use.attributes)]
         return called + [p for p in read if isinstance(p, nn.Parameter)]
 
+    def buffers(self) -> list[torch.Tensor]:
+        """The same of buffers."""
+        called = [b for path in sorted(self.use.modules) for b in _module(self._owner(), path).buffers()]
+        read = [_value(self._owner(), path, {}) for path in sorted(self.use.attributes) if path not in self.constants]
+        return called + [b for b in read if isinstance(b, torch.Tensor) and not isinstance(b, nn.Parameter)]
+
     def _owner(self) -> nn.Module:
         if self.owner is None:
             raise AssertionError(f"the traced layer {self.__name__} is run on a rank that does not have it.")

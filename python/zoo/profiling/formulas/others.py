@@ -97,6 +97,14 @@ def _cdist(call: Call) -> Counted:
     return Work(elementwise=3 * size * next(call.outputs).numel())
 
 
+def _euclidean_dist(call: Call) -> Counted:
+    """|x - y|² = |x|² - 2 x·y + |y|² of P rows by R rows of D: a product of (P, D + 2) and (D + 2, R), the norms in
+    its last two places. 3 operations an element of x, 2 of y, and a clamp and a root a result."""
+    x, y, out = call["x1"], call["x2"], next(call.outputs)
+    size = int(x.shape[-1])
+    return Work(macs=out.numel() * (size + 2), elementwise=3 * x.numel() + 2 * y.numel() + 2 * out.numel())
+
+
 def _optimizer(operations: int) -> Formula:
     """For each element of the parameters, which are the first list."""
     return _reads(operations)
@@ -121,7 +129,7 @@ _FEW = {
     "avg_pool2d_backward": 1, "avg_pool3d_backward": 1, "max_pool2d_with_indices_backward": 1,
     "max_pool3d_with_indices_backward": 1, "histc": 1, "linalg_cross": 5, "glu": 2, "glu_backward": 5,
     "native_dropout": 2, "native_dropout_backward": 2, "_fused_dropout": 2, "_weight_norm_interface": 4,
-    "_weight_norm_interface_backward": 6, "_masked_scale": 2, "_euclidean_dist": 3,
+    "_weight_norm_interface_backward": 6, "_masked_scale": 2,
     "_amp_foreach_non_finite_check_and_unscale_": 2, "_prelu_kernel": 2, "_prelu_kernel_backward": 3, "elu": 3,
     "cross": 5, "_transform_bias_rescale_qkv": 2, "fake_quantize_per_tensor_affine_cachemask": 4,
     "fake_quantize_per_channel_affine_cachemask": 4, "rrelu_with_noise": 2, "rrelu_with_noise_backward": 2,
@@ -181,6 +189,7 @@ OTHERS: dict[str, Formula] = {
     "mkldnn_max_pool3d": _pool,
     **dict.fromkeys(("_fft_c2c", "_fft_r2c", "_fft_c2r"), _fft),
     "_cdist_forward": _cdist,
+    "_euclidean_dist": _euclidean_dist,
 }
 """Of operators of ``aten``."""
 

@@ -15,13 +15,15 @@ from zoo.profiling.formulas.others import MOVES, OTHERS, pointwise, reduction
 from zoo.profiling.formulas.products import PRODUCTS
 from zoo.profiling.formulas.zoo_operators import OWN, OWN_MOVES
 
-__all__ = ["Kind", "bytes_of", "kind_of", "register_formula"]
+__all__ = ["ASKS", "COMMUNICATES", "Kind", "bytes_of", "kind_of", "register_formula"]
 
 _TORCH: dict[str, Formula] = {**OTHERS, **PRODUCTS, **LINEAR_ALGEBRA, **ATTENTION}
 _registered: dict[str, Formula] = {}
 _known: dict[Any, Kind | Formula] = {}
-_COMMUNICATES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
-_ASKS = {"prim", "prims", "profiler", "debugprims"}
+COMMUNICATES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
+"""Libraries whose operators send to other ranks."""
+ASKS = {"prim", "prims", "profiler", "debugprims"}
+"""Those whose operators ask something of a tensor."""
 
 
 class Kind(Enum):
@@ -73,7 +75,7 @@ def _find(op: Any) -> Kind | Formula:
             return _registered[key]
     if name in OWN:
         return OWN[name]
-    if name in OWN_MOVES or space in _COMMUNICATES or space in _ASKS:
+    if name in OWN_MOVES or space in COMMUNICATES or space in ASKS:
         return Kind.MOVES
     if space == "aten":
         for key in (short, short.removesuffix("_")):

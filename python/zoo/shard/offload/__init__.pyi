@@ -10,6 +10,9 @@ from .scratch import (
 from .scratch import (
     Scratch as Scratch,
 )
+from .scratch import (
+    files_hold_nothing as files_hold_nothing,
+)
 from .tiers import OffloadError as OffloadError
 from .tiers import (
     Tier as Tier,

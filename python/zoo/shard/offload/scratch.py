@@ -7,12 +7,14 @@ import errno
 import logging
 import os
 import shutil
+import tempfile
 import threading
 import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,9 +29,24 @@ if TYPE_CHECKING:
 
 
 PAGE = 4096
+SMALL_BYTES = 1 << 15  # of a transfer that happens although files hold nothing
 _SMALLEST_STEP, _LARGEST_STEP = 1 << 26, 1 << 30  # by which a file grows
 _TOLD_AFTER_S = 0.1
 _log = logging.getLogger("zoo.zero")
+_EMPTY: ContextVar[bool] = ContextVar("zoo.shard.offload.scratch", default=False)
+
+
+@contextlib.contextmanager
+def files_hold_nothing() -> Iterator[None]:
+    """For dry runs: files that are made in the context take no room, and only what is small is written and read.
+
+    They lie where this machine has temporary files, whatever folder is named. Sizes and traffic are counted as ever.
+    """
+    token = _EMPTY.set(True)
+    try:
+        yield
+    finally:
+        _EMPTY.reset(token)
 
 
 def round_up(num_bytes: int) -> int:
@@ -76,9 +93,9 @@ class NvmeFile:
             self._end += round_up(size)
         self.num_bytes = self._end
         path = folder / f"zoo-{name}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self._folder, self._where = folder, f"{name} in {str(folder)!r}"
+        self._folder, self._where, self._empty = folder, f"{name} in {str(folder)!r}", _EMPTY.get()
         try:
-            self._descriptor = _allocate(path, self._end)
+            self._descriptor = _allocate(path, self._end, empty=self._empty)
             self._closes = weakref.finalize(self, os.close, self._descriptor)
             self._writer = handle.open(path, "w")
             self._reader = handle.open(path, "r")
@@ -94,7 +111,7 @@ class NvmeFile:
         if self._end > self.num_bytes:
             size = max(self._end, self.num_bytes + min(max(self.num_bytes, _SMALLEST_STEP), _LARGEST_STEP))
             try:
-                os.posix_fallocate(self._descriptor, self.num_bytes, size - self.num_bytes)
+                _take(self._descriptor, self.num_bytes, size - self.num_bytes, empty=self._empty)
             except OSError as error:
                 raise OffloadError(_why(error, self.what, self._folder, size)) from error
             self.num_bytes = size
@@ -110,18 +127,23 @@ class NvmeFile:
         for future in self._writes_to(region):
             self.finish(future)
         self.read_bytes += tensor.nbytes
+        tensor = self._moved(tensor)
         return self._handle.async_pread(tensor, self._reader, self.offsets[region] + offset, urgent=urgent)
 
     def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> io.Future:
         """Begin writing ``tensor`` at byte ``offset`` of a region; ``urgent``: all writes to a region are, or none."""
         self._wait_for_leases(region)
         self.written_bytes += tensor.nbytes
+        tensor = self._moved(tensor)
         future = self._handle.async_pwrite(tensor, self._writer, self.offsets[region] + offset, urgent=urgent)
         for older in self._writes_to(region):
             if older.done():  # whether it failed is known to who waits for it
                 del self._writing[older]
         self._writing[future] = region
         return future
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flatten()[:0] if self._empty and tensor.nbytes > SMALL_BYTES else tensor
 
     # Lent to another thread ------------------------------------------------------------------------------------------
 
@@ -192,12 +214,20 @@ class NvmeFile:
         self._closes()
 
 
-def _allocate(path: Path, num_bytes: int) -> int:
-    """A new file of this size, open; its space is taken."""
+def _take(descriptor: int, offset: int, num_bytes: int, *, empty: bool) -> None:
+    """A file has so many bytes from an offset on; unless it is empty, their space is taken."""
+    if empty:
+        os.ftruncate(descriptor, offset + num_bytes)
+    else:
+        os.posix_fallocate(descriptor, offset, num_bytes)
+
+
+def _allocate(path: Path, num_bytes: int, *, empty: bool = False) -> int:
+    """A new file of this size, open; its space is taken, if it is not empty."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         if num_bytes:
-            os.posix_fallocate(descriptor, 0, num_bytes)
+            _take(descriptor, 0, num_bytes, empty=empty)
     except BaseException:
         os.close(descriptor)
         raise
@@ -264,6 +294,8 @@ class Scratch:
 
     def nvme_file(self, folder: Path | None, name: str, sizes: list[int]) -> NvmeFile:
         """A new file in ``folder`` with a region of each of these sizes in bytes."""
+        if _EMPTY.get():
+            folder = Path(tempfile.gettempdir())
         if folder is None:
             raise ValueError(f'offloading to "nvme" needs nvme_path: a directory on the device, for {name}.')
         if not folder.is_dir():

@@ -98,6 +98,12 @@ class Precision:
                     f"Precision(gather={{{name!r}: {dtype}}}) of a parameter of {named[name].dtype}; what is gathered "
                     f"so is of a dtype that models compute in, as {', '.join(map(str, COMPUTES))}."
                 )
+            own = compute_dtype(named[name], self.param)
+            if dtype is not own and dtype.itemsize >= own.itemsize:
+                raise ValueError(
+                    f"Precision(gather={{{name!r}: {dtype}}}) of a parameter that is computed with as {own}: it would "
+                    "travel in no fewer bytes. Leave it out."
+                )
 
 
 def resolve_precision(precision: Any) -> Precision:

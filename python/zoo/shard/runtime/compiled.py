@@ -103,8 +103,13 @@ class Compiled:
 
     def end(self) -> None:
         """Nothing stands for the model's own call any more."""
-        if self._model._compiled_call_impl in self._calls:
+        if self.has_whole_graph:
             self._model._compiled_call_impl = None
+
+    @property
+    def has_whole_graph(self) -> bool:
+        """Whether :meth:`use_whole_graph` was called, and :meth:`end` was not since then."""
+        return self._model._compiled_call_impl in self._calls
 
     def watched_gradient(self) -> str | None:
         """The name of a parameter whose gradient the user watches by a hook, which a graph would not call."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zoo.shard.buckets import Bucket
@@ -145,10 +145,20 @@ class Contexts:
     def __init__(self, latest: int = 0) -> None:
         self.open: list[Context] = []  # of the hooks, the oldest first
         self.driven: list[Context] = []  # of a schedule
-        self.updates = 0
+        self.updates = 0  # values that the parameters have had, those of a load among them
+        self._counted: Callable[[], Callable[[], int] | None] = lambda: None
         self.latest = latest
         # Only for a rank that other ranks tell of one; what it is used for is the same whether it is there or not.
         self._known: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
+
+    def count_by(self, counts: Callable[[], int]) -> None:
+        """Updates are what this method of an optimizer or an engine says, as long as that exists."""
+        self._counted = weakref.WeakMethod(counts)
+
+    def num_updates(self) -> int:
+        """Updates so far, without those that were skipped; of a model without optimizer: changes of its values."""
+        counts = self._counted()
+        return self.updates if counts is None else counts()
 
     def begin(self, unit: Unit) -> Context:
         """The context of a pass that begins with ``unit``: the latest one, if this goes on where it ended."""

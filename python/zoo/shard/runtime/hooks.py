@@ -149,7 +149,9 @@ class Runtime:
 
     def _enter_model(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if self.compiled.sees_hooks and torch.compiler.is_compiling():  # it is tracing this very call
-            torch.compiler.disable(self._enter_compiled)(unit, module, args)  # type: ignore[no-untyped-call]
+            from zoo.shard.runtime.hidden import enter_hidden  # here, as it brings the compiler
+
+            enter_hidden(self.compiled, self._enter_model, unit, module, args)
             return
         if self._depth and _graph_task() == -1:
             self._find_interrupted()
@@ -184,10 +186,6 @@ class Runtime:
         self._events.append(unit)
         if unit.partitioned:
             self.residency.enter(unit.partitioned)
-
-    def _enter_compiled(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        self.compiled.hide(whole=True)
-        self._enter_model(unit, module, args)
 
     def _find_interrupted(self) -> None:
         """A forward that was interrupted (``KeyboardInterrupt``) has told no hook of it."""

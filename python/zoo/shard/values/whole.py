@@ -24,7 +24,8 @@ def whole_parameters(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Ten
     bucket gathered at a time.
 
     Collective: every rank has to go to the end. A tensor is the parameter's memory and valid until the next one is
-    asked for. What was gathered before stays so.
+    asked for. What was gathered before stays so. Where an optimizer lets ranks have parameters of their own for some
+    steps it is the mean of theirs.
     """
     for bucket in buckets:
         with _whole(bucket) as views:
@@ -39,12 +40,20 @@ def _whole(bucket: Bucket) -> Iterator[list[torch.Tensor]]:
     hidden = parameters.refused
     bucket.executor.wait(bucket, exact=True)
     try:
-        yield bucket.views(parameters.full)
+        yield bucket.views(_mean(bucket, parameters.full) if bucket.apart() else parameters.full)
     finally:
         if not stays:
             bucket.executor.reshard(bucket)
         elif hidden:
             bucket.executor.hide(bucket)
+
+
+def _mean(bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
+    """Of what the ranks have that repeat the bucket. Collective over these."""
+    repeat = bucket.placements.states.repeat
+    total = full.detach().to(torch.float32, copy=True)
+    repeat.all_reduce(total).wait()
+    return total.mul_(1.0 / repeat.size).to(full.dtype)
 
 
 def share_range(bucket: Bucket, out: torch.Tensor, start: int) -> None:

@@ -107,8 +107,10 @@ def _reduced_gradients(place: _Place) -> BucketGradients | None:
     """Those of the bucket, if there are any. Brings gradients together that no_sync() left apart. Collective."""
     optimizer, gradients = place.optimizer, place.bucket.gradients
     optimizer.settle_gradients()
-    there = gradients is not None and optimizer.runtime.reduced and gradients.reduced
-    return gradients if there else None
+    if gradients is None or not (optimizer.runtime.reduced and gradients.reduced):
+        return None
+    gradients.pay()
+    return gradients
 
 
 def _fill(out: torch.Tensor, start: int, pieces: Pieces) -> None:

@@ -17,6 +17,7 @@ import torch
 from zoo.layout import Box, Slice, Stored
 from zoo.layout import StateSlice as StateSlice
 from zoo.shard.buckets import Bucket
+from zoo.shard.roles import PARAMETER
 from zoo.zero.update.segments import Segment
 
 Reader = Callable[..., torch.Tensor]
@@ -38,12 +39,19 @@ def _settle(room: torch.Tensor, value: torch.Tensor) -> None:
         room.copy_(value)
 
 
-def slices_of(segments: Iterable[Segment], buckets: Sequence[Bucket], *, owned: bool = True) -> Iterator[StateSlice]:
-    """The slices this rank holds; with ``owned`` only its own chunk of every bucket, so that no two ranks overlap."""
+def slices_of(
+    segments: Iterable[Segment], buckets: Sequence[Bucket], *, owned: bool = True,
+    means: Mapping[int, torch.Tensor] | None = None,
+) -> Iterator[StateSlice]:  # fmt: skip
+    """The slices this rank holds; with ``owned`` only its own chunk of every bucket, so that no two ranks overlap.
+
+    ``means``: by ``id`` of a segment what its parameters are said to be, where they are not its own.
+    """
     for segment in segments:
         if owned and not segment.bucket.owns(segment.chunk):
             continue
-        for role, source in segment.sources().items():
+        for role, own in segment.sources().items():
+            source = (means or {}).get(id(segment), own) if role == PARAMETER else own
             yield from _cut(segment.bucket, segment.slices(), role, source)
         yield from _of_other_shapes(segment)
     for bucket in buckets:
@@ -69,6 +77,25 @@ APART = "apart."
 """Roles of what each of the ranks that repeat a state has for itself: ``apart.<rank among them>.<role>``."""
 
 
+APART_WITH_MEANS = 2.0
+"""The number ``zero/apart`` of a state whose parameters are the mean of what the ranks have. With 1, of states saved
+earlier, each element of them is that of one rank."""
+
+
+def means_of(segments: Iterable[Segment]) -> dict[int, torch.Tensor]:
+    """By ``id`` of each segment that this rank saves, and of which ranks have values apart, their mean. Collective."""
+    found = {}
+    for segment in segments:
+        repeat = segment.bucket.placements.states.repeat
+        if repeat.size == 1 or segment.bucket.routes.feedback is None:
+            continue
+        total = segment.value().to(torch.float32, copy=True)
+        repeat.all_reduce(total).wait()
+        if segment.bucket.owns(segment.chunk):
+            found[id(segment)] = total.mul_(1.0 / repeat.size)
+    return found
+
+
 def apart_slices(segments: Iterable[Segment]) -> Iterator[StateSlice]:
     """The parameters and states of this rank, where it steps by itself and so do those that repeat them."""
     for segment in segments:
@@ -91,6 +118,8 @@ def from_ranks_apart(read: Reader, bucket: Bucket, scalars: Mapping[str, float])
         try:
             if num_saved == repeat.size and meets:
                 return read(name, f"{APART}{repeat.rank}.{role}", start, length)
+            if role == PARAMETER and scalars["zero/apart"] >= APART_WITH_MEANS:
+                return read(name, role, start, length, out=out)
             parts = [read(name, f"{APART}{r}.{role}", start, length).float() for r in range(num_saved)]
         except KeyError:  # what a rank has saved for itself
             return read(name, role, start, length, out=out)

@@ -34,13 +34,17 @@ class SavedState(Inspection):
                 as many ranks go on with the same bits. "folded" saves s + Σ_r e_r / R alone, one tensor in the place of
                 R + 1, from which any number of ranks goes on; it is collective.
 
+        Between two steps by which ranks agree on parameters (``zoo.optim``) each has values of its own, which are saved
+        as well; what is saved as the parameter itself is their mean, whatever ``errors`` says. There this is
+        collective, an all-reduce of the parameters in fp32.
+
         Raises:
             ValueError: ``errors`` is neither.
         """
         if errors not in ("ranks", "folded"):
             raise ValueError(f"errors={errors!r}; it is 'ranks', for those of each rank, or 'folded', for their sum.")
         gone = self._gone()
-        found = [s for s in self.held_slices(owned=True) if s.name not in gone]
+        found = [s for s in self._held(owned=True, means=True) if s.name not in gone]
         return self.folded(found) if errors == "folded" else found
 
     @torch.no_grad()
@@ -71,7 +75,9 @@ class SavedState(Inspection):
             found["zero/feedback_ranks"] = float(self.comm.size)
             found |= state_io.feedback_scalars(self._trainable)
             if self.updater.apart:
-                found["zero/apart"] = 1.0
+                found["zero/apart"] = state_io.APART_WITH_MEANS
+        if self.updater.meetings is not None:
+            found |= self.updater.meetings.counters(self.param_groups)
         return found
 
     def live_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
@@ -112,10 +118,16 @@ class SavedState(Inspection):
         return found
 
     @torch.no_grad()
-    def load_state(self, read: state_io.Reader, scalars: Mapping[str, float]) -> None:
+    def load_state(self, read: state_io.Reader, scalars: Mapping[str, float], *, new_weights: bool = False) -> None:
         """Continue from the state that ``read`` and ``scalars`` give, saved at any world size and stage. Collective.
 
+        The options of the parameter groups are no part of it: give ``param_groups`` those of the run that saved before
+        this is called (learning rates, when ranks meet, a ``freeze_step`` that was found). What an optimizer that
+        brings ranks together has counted is among ``scalars``.
+
         Args:
+            new_weights: the parameters that ``read`` gives, alike on all ranks, are others than those that the states
+                came with. Where ranks step by themselves a new round begins: what they have moved is forgotten.
             read: ``read(name, role, start, length)`` returns these elements as a 1-D tensor, or raises KeyError when
                 there is no such state (nothing but parameters exists before the first step).
             scalars: the union of :meth:`state_scalars` of all ranks that saved.
@@ -138,10 +150,12 @@ class SavedState(Inspection):
 
         mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
         saved_losses = int(mine.pop("feedback_ranks", 0))
-        self.updater.load(fill, self._options_of_update())
+        if self.updater.meetings is not None:
+            self.updater.meetings.take_counters(scalars, self.param_groups)
+        self.updater.load(fill, self._options_of_update(), anew=new_weights)
         with self.updater.failing():  # what is there by now is a part of it
             state_io.fill_frozen([b for b in self.buckets if not b.spec.trainable], read)
-            self._publish()
+            self._publish(updated=False)
             for bucket in self._trainable:
                 state_io.fill_feedback(bucket, saved_losses, scalars, read)
         lost = [name for b in self._trainable for name in state_io.owed_to_nobody(b, saved_losses, read)]
@@ -155,12 +169,19 @@ class SavedState(Inspection):
 
     def held_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
         """What this rank holds of the training state; with ``owned`` what no other rank's slices have."""
+        return self._held(owned=owned)
+
+    def _held(self, *, owned: bool, means: bool = False) -> list[state_io.StateSlice]:
+        """With ``means`` the parameters that ranks have apart are their mean: collective."""
         self.check_open()
         self.read_outcome()
         self.sharded.members.check()
         self.sharded.writes.take()
         self.updater.settle()
-        found = list(state_io.slices_of(self.updater.segments, self.buckets, owned=owned))
+        meetings, values = self.updater.meetings, dict[int, torch.Tensor]()
+        if means and meetings is not None and not meetings.agreed:
+            values = state_io.means_of(self.updater.segments)
+        found = list(state_io.slices_of(self.updater.segments, self.buckets, owned=owned, means=values))
         if owned and self.updater.apart:
             found += state_io.apart_slices(self.updater.segments)
         return found + [s for b in self._trainable for s in state_io.feedback_slices(b, owned=owned)]

@@ -30,13 +30,14 @@ CHANGES = "changes of reduced gradients since they were dropped"
 WRITES = "the values that were written into parameters"
 """What stands for them: ranks that write others have another number."""
 SCALE = "the loss scale"
+CLIP = "clip_norm"
 CLIPPED = "what clip_grad_norm_() has multiplied gradients by"
 NORM = "the norm of gradients that every rank has whole"
 """Of whole gradients that were reduced: where ranks have changed them otherwise, the last place that tells. To 16 bits,
 so that other instruction sets, which may round a sum in fp64 otherwise, are none."""
 REFUSED = "losses without a graph"
 """How many backward() has refused: the ranks that had others have the gradients of these alone."""
-ADDED = (REFUSED, CHANGES, WRITES, SCALE, CLIPPED, NORM)
+ADDED = (REFUSED, CHANGES, WRITES, SCALE, CLIP, CLIPPED, NORM)
 _OF_PARAMETERS = ("params", "param_names")
 _NUMBERS = frozenset({bool, int, float, str})
 _STANDS = -(2.0**48)
@@ -258,7 +259,7 @@ class Comparison:
 
     def tally(
         self, mine: torch.Tensor | None, alike: Mapping[str, float], groups: list[dict[str, Any]], *, measures: bool,
-        loss_scale: float, clipped: float,
+        loss_scale: float, clip_norm: float, clipped: float,
     ) -> Tally | None:  # fmt: skip
         """What a step sends beside norms; with ``mine`` it may take a collective of its own.
 
@@ -276,6 +277,7 @@ class Comparison:
             added[CHANGES] = float(sum(g.num_changes for g in self._gradients))
             added[WRITES] = sharded.writes.digest()
             added |= {SCALE: loss_scale, CLIPPED: clipped}
+        added[CLIP] = clip_norm if clip_norm < math.inf else 0.0  # both clip nothing
         row = self._alike.row(groups, {**alike, **added}, sharded.buckets[0].device)
         return Tally(mine, comm, layers, row)
 

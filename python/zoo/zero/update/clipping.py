@@ -29,6 +29,15 @@ class NonFiniteGradientsError(FloatingPointError, RuntimeError):
     """The norm of the gradients is infinite or NaN, and nothing was changed."""
 
 
+def check_norm(max_norm: Any) -> None:
+    """Raise ValueError for what is no norm to clip to."""
+    number: Any = max_norm
+    if not isinstance(number, Real) or not max_norm >= 0:
+        raise ValueError(
+            f"clip_norm={max_norm!r}; it must be a norm > 0 (math.inf only measures), or 0 for no clipping."
+        )
+
+
 class Clipping:
     """The global norm ‖g‖_p of the mean gradient g, and g ← g · min(c / (‖g‖_p + 1e-6), 1) (Pascanu et al. 2013, "On
     the difficulty of training recurrent neural networks", section 3.2).
@@ -50,11 +59,7 @@ class Clipping:
     """
 
     def __init__(self, max_norm: float, scaler: LossScaler | None, nonfinite: Nonfinite) -> None:
-        number: Any = max_norm
-        if not isinstance(number, Real) or not max_norm >= 0:
-            raise ValueError(
-                f"clip_norm={max_norm!r}; it must be a norm > 0 (math.inf only measures), or 0 for no clipping."
-            )
+        check_norm(max_norm)
         if nonfinite not in get_args(Nonfinite):
             raise ValueError(f"nonfinite_gradients={nonfinite!r}; allowed are 'skip', 'error' and 'use'.")
         if nonfinite == "use" and scaler is not None:
@@ -73,6 +78,20 @@ class Clipping:
         self._gradients: Sequence[BucketGradients] = ()
         self._layers: Communicator | None = None
         self._wide = False
+
+    def change(self, max_norm: float) -> None:
+        """Another c from the next step on.
+
+        Raises:
+            ValueError: it is no norm; or steps do not measure, on which ranks agree when they begin.
+        """
+        check_norm(max_norm)
+        if not self.measures and max_norm:
+            raise ValueError(
+                f"clip_norm = {max_norm!r} of an optimizer that was made with clip_norm=0: its steps do not measure "
+                "the norm. Make it with clip_norm=math.inf, which measures and changes nothing."
+            )
+        self.max_norm = max_norm or (math.inf if self.max_norm else 0.0)
 
     @property
     def measures(self) -> bool:
@@ -105,6 +124,8 @@ class Clipping:
 
     def measure(self, norm_type: float = 2.0, tally: Tally | None = None) -> torch.Tensor:
         """‖g‖_p without the loss scale, () fp64 on the device; ``tally`` travels with it. Collective."""
+        for gradients in self._gradients:
+            gradients.pay()
         norm, scale = global_norm(self._gradients, self._layers, norm_type, tally, wide=self._wide), self._scale
         # By a tensor: a GPU multiplies by the inverse of a number, which is rounded.
         return norm if scale == 1.0 else norm / torch.full_like(norm, scale)
@@ -202,6 +223,12 @@ class Clipping:
                     with gradients.edited(chunk) as mean:
                         mean.mul_(factor)
 
+    def owe(self, factors: Factors) -> None:
+        """An update begins that clips: kept gradients are clipped with it, when somebody needs them."""
+        if isinstance(factors.clip, torch.Tensor) or factors.clip != 1.0:
+            for gradients in self._gradients:
+                gradients.owed = factors.clip
+
     def forget(self) -> None:
         """The gradients were dropped."""
         self._suspect, self.clipped = False, 1.0
@@ -233,12 +260,13 @@ class Factors:
         """``unscale * clip``, for optimizers that multiply by themselves; () fp64 where only the device knows it."""
         return self.clip * self.unscale
 
-    def apply(self, gradient: torch.Tensor, *, kept: bool) -> torch.Tensor:
+    def apply(self, gradient: torch.Tensor, kept: BucketGradients | None) -> torch.Tensor:
         """The gradient that the optimizer gets. ``kept``: its memory is that of the reduced one, which lives on."""
         if self.neutral:
             return gradient
-        if not kept:
+        if kept is None:
             return gradient.mul_(self._clip(gradient.dtype, unscaled=True))
+        kept.paid()
         if isinstance(self.clip, torch.Tensor) or self.clip != 1.0:
             gradient = gradient.mul_(self._clip(gradient.dtype, unscaled=False))
         return gradient * self.unscale if self.unscale != 1.0 else gradient

@@ -116,7 +116,13 @@ class Stepping(OuterOptimizer):
         self.sharded.sync_buffers()
         clipping = self.clipping
         tally = self._comparison.tally(
-            mine, alike, groups, measures=clipping.may_skip, loss_scale=self.loss_scale, clipped=clipping.clipped
+            mine,
+            alike,
+            groups,
+            measures=clipping.may_skip,
+            loss_scale=self.loss_scale,
+            clip_norm=clipping.max_norm,
+            clipped=clipping.clipped,
         )
         told = partial(self._told, tally)
         if self._in_backward is not None:
@@ -150,6 +156,7 @@ class Stepping(OuterOptimizer):
         return told(made=True) if self._late and not measured else rest
 
     def _update(self, factors: Factors) -> None:
+        self.clipping.owe(factors)
         try:
             self.updater.update(factors)
         except BaseException:
@@ -202,9 +209,13 @@ class Stepping(OuterOptimizer):
         self.check_groups()
         return self.param_groups
 
-    def _publish(self) -> None:
+    def _count_updates(self) -> int:
+        self.read_outcome()
+        return self.num_updates
+
+    def _publish(self, *, updated: bool = True) -> None:
         finish = self.sharded.executor.publish_all(self._trainable)
-        self.num_updates += 1
+        self.num_updates += updated
         self.runtime.updated()
         self.sharded.writes.updated(self._trainable)
         finish()

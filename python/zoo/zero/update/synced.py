@@ -5,7 +5,9 @@ and what that asks of a ZeRO optimizer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,8 @@ from zoo.zero.update.trial import without_params
 
 Tensor = torch.Tensor
 _log = logging.getLogger("zoo.zero")
+COUNTER = "zero/counter/"
+"""Before the name of what the groups of an optimizer count, among the numbers that are saved."""
 
 
 def switch_for(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Switch:
@@ -179,7 +183,7 @@ def sent_by_peers(bucket: Bucket, sync: Any, *, compresses: bool) -> list[Hop]:
     found = mean.hops() if sync.momentum else []
     if sync.parameters:
         found = mean.hops() if compresses else whole
-    return [*found, *whole] if sync.variance and sync.momentum else found
+    return found
 
 
 def _multiply(x: Tensor, factor: float) -> None:
@@ -189,6 +193,12 @@ def _multiply(x: Tensor, factor: float) -> None:
 def _mean_of(bucket: Bucket) -> CompressedMean | None:
     feedback = bucket.routes.feedback
     return feedback if isinstance(feedback, CompressedMean) else None
+
+
+def _are_apart(meetings: weakref.ref[Meetings]) -> bool:
+    """A model keeps this, and must not keep its optimizer by it."""
+    known = meetings()
+    return known is not None and not known.agreed
 
 
 class Meetings:
@@ -219,6 +229,9 @@ class Meetings:
                 f"{', '.join(sorted({told for told, _ in every}))}. Construct all of them with the same options."
             )
         self._check_local_steps()
+        for bucket in buckets:
+            if bucket.placements.states.repeat.size > 1 and bucket.routes.feedback is not None:
+                bucket.apart = functools.partial(_are_apart, weakref.ref(self))
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -261,11 +274,27 @@ class Meetings:
         finally:
             self._inner.forming = False
 
-    def resume(self) -> None:
-        """States were loaded; ranks whose segments are padding do not see in them how many steps. Collective."""
+    def resume(self, *, anew: bool = False) -> None:
+        """States were loaded; ranks whose segments are padding do not see in them how many steps. Collective.
+
+        With ``anew`` what ranks had moved by themselves was forgotten.
+        """
         states = [self._inner.state.get(s.tensor, {}) for s in self._segments if s.slices()]
         mine = max((int(state["step"]) for state in states if "step" in state), default=0)
         self._inner.resume(max(self._everyone.all_gather_object(mine)))
+        if anew:
+            self._inner.round_begun()
+
+    def counters(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """What the groups, all alike, have counted."""
+        return {f"{COUNTER}{name}": float(groups[0][name]) for name in self._inner.counters()} if groups else {}
+
+    def take_counters(self, scalars: Mapping[str, float], groups: Sequence[dict[str, Any]]) -> None:
+        """The groups have counted what was saved."""
+        for name, like in self._inner.counters().items():
+            if f"{COUNTER}{name}" in scalars:
+                for group in groups:
+                    group[name] = type(like)(scalars[f"{COUNTER}{name}"])
 
     def _has_reduced(self) -> bool:
         return any(b.gradients is not None and b.gradients.reduced for b in self._buckets)
@@ -276,6 +305,11 @@ class Meetings:
     def apart(self) -> bool:
         """Ranks that repeat a state have different ones after the steps so far."""
         return self._everyone.size > 1 and not self._inner.together()
+
+    @property
+    def agreed(self) -> bool:
+        """All ranks have the same parameters after the steps so far."""
+        return self._everyone.size == 1 or self._inner.agreed()
 
     def check_writable(self) -> None:
         """Raise RuntimeError where values for parameters would be those of one rank, or undone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
@@ -197,4 +198,13 @@ class OuterOptimizer(torch.optim.Optimizer):
         """Only construction adds groups: buckets are laid out once."""
         if self._kept is not None:
             raise NotImplementedError("a ZeRO optimizer takes all its parameter groups at construction (params=...).")
-        super().add_param_group(param_group)
+        add_group(self, param_group)
+
+
+def add_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """``torch.optim.Optimizer.add_param_group`` without an import of ``torch._dynamo``: as zoo.optim.base has it,
+    which nothing here may import."""
+    method: Any = torch.optim.Optimizer.add_param_group
+    if "torch._dynamo" not in sys.modules and method.__globals__ is vars(torch._compile):
+        method = method.__wrapped__
+    method(optimizer, group)

@@ -67,9 +67,8 @@ class Updater:
                 f"update_in_backward=True with {name}, which needs {what}: ranks would meet in the middle of "
                 "backward. Use an elementwise optimizer, or leave update_in_backward out."
             )
-        self._optimizer = optimizer
         self.follows: Follows | None = None
-        self._unsplit, self._asked = unsplit, tried.asked
+        self._optimizer, self._unsplit, self._asked = optimizer, unsplit, tried.asked
         fused = bool(options.get("fused") or any(group.get("fused") for group in groups))
         self.segments: list[Segment] = []
         if unsplit:
@@ -92,6 +91,8 @@ class Updater:
             self._parts.adopt(self.segments, buckets)
             options = {**options, "parts": self._parts} if whole else options
         self.inner = self.expected.inner = self._build(groups, options, wrapped.instance)
+        if self._scales:
+            self.inner.takes_writes = False  # a write goes to masters too
         for segment in self.segments:
             segment.inner = self.inner
         self.meetings: Meetings | None = None
@@ -410,7 +411,7 @@ class Updater:
             gradient = kept.to(segment.tensor.device, self._gradient_dtype(segment))
             if not (self._scales or factors.neutral):
                 shared = gradient.data_ptr() == kept.data_ptr() and segment.loaded_gradient is None
-                gradient = factors.apply(gradient, kept=shared)
+                gradient = factors.apply(gradient, segment.gradients if shared else None)
             segment.tensor.grad = gradient
         options = {"grad_scale": factors.product()} if self._scales else {}
         if factors.found_inf is not None:  # a step that changes nothing where the device finds 1 there
@@ -438,11 +439,14 @@ class Updater:
         with self._stream.in_memory(index, write=write) if self._stream is not None else contextlib.nullcontext():
             yield self._pieces[index][1]
 
-    def load(self, fill: Callable[[Segment], bool], groups: Sequence[dict[str, Any]]) -> None:
+    def load(
+        self, fill: Callable[[Segment], bool], groups: Sequence[dict[str, Any]], *, anew: bool = False
+    ) -> None:  # fmt: skip
         """Fill every segment and its states by ``fill``, which says whether there was an optimizer state for it.
 
         The states are those that the optimizer keeps with the options of ``groups``. A failure leaves a mixture of two
-        states behind, and everything is refused until a state is loaded.
+        states behind, and everything is refused until a state is loaded. With ``anew`` the parameters are others than
+        those that the states came with: what ranks have moved by themselves is forgotten.
         """
         self.check_places(groups)
         with contextlib.suppress(OffloadError):
@@ -465,8 +469,10 @@ class Updater:
                             kept = {k: v for k, v in segment.entries.items() if k == "master"}
                             self.inner.state[segment.tensor] = kept
                         segment.round_parameters()
+                    if anew and self.meetings is not None:
+                        self.inner.forget_moved()
         if self.meetings is not None:
-            self.meetings.resume()
+            self.meetings.resume(anew=anew)
             self._give_options()
             self.decide(self._outer)
 
@@ -478,11 +484,15 @@ class Updater:
 
     def _make_states(self, piece: Sequence[Segment]) -> None:
         # A step on zero gradients makes the entries that the optimizer keeps; what is loaded overwrites all their
-        # values, and the parameters.
+        # values, and the parameters. So the gradients can share their memory.
+        zeros: dict[Any, torch.Tensor] = {}
         with self._as_they_are(piece):
-            for segment in piece:
-                self.inner.state.pop(segment.tensor, None)
-                segment.tensor.grad = torch.zeros_like(segment.tensor)
+            for segment in sorted(piece, key=lambda segment: -segment.tensor.numel()):
+                tensor = segment.tensor
+                self.inner.state.pop(tensor, None)
+                if (tensor.dtype, tensor.device) not in zeros:  # the largest of its kind
+                    zeros[tensor.dtype, tensor.device] = tensor.new_zeros(tensor.numel())
+                tensor.grad = zeros[tensor.dtype, tensor.device][: tensor.numel()].view(tensor.shape)
             with self.meetings.forming() if self.meetings is not None else contextlib.nullcontext():
                 self.inner.step()
             for segment in piece:

@@ -175,14 +175,14 @@ class DeepSpeedAccelerator(ABC):
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Choose a backend of ``torch.compile``.
+        """Choose a backend of ``torch.compile``, for calls of ``engine.compile`` that name none.
 
         Raises:
             ValueError: there is none of that name.
         """
-        known = torch.compiler.list_backends()
-        if backend not in known:
-            raise ValueError(f"set_compile_backend({backend!r}): torch.compile has {', '.join(known)}.")
+        from zoo.compile.config import check_backend
+
+        check_backend(backend, f"set_compile_backend({backend!r})")
         self._compile_backend = backend
 
     def op_builder_dir(self) -> str:

@@ -191,6 +191,10 @@ def translated(
     if every in (0, "inf") or (isinstance(every, float) and math.isinf(every)):
         found["steps_per_print"] = None
     found.pop("disable_python_gc", None)  # see carry_out
+    generates = found.get("hybrid_engine")
+    if isinstance(generates, Mapping) and generates.get("enabled") is True:
+        # DeepSpeedHybridEngine reads it from the document; zoo's engine would say that it has no effect.
+        found["hybrid_engine"] = {k: v for k, v in generates.items() if k != "inference_tp_size"}
     experts = found.get("expert_parallel")
     if isinstance(experts, Mapping) and experts.get("enabled") is True:
         from zoo.deepspeed.adapters.configuration.expert_parallel import moe_section

@@ -152,9 +152,19 @@ class InferenceEngine(nn.Module):
         return own(*args, **kwargs)
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """``module.compile()``, once."""
+        """``module.compile()``, once.
+
+        Raises:
+            ValueError: torch has no such backend, or no such argument.
+        """
         if not self._is_compiled:
-            self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
+            from zoo.compile.config import check_backend, wrong_arguments
+
+            given = {"backend": backend, **(compile_kwargs or {})}
+            for wrong in wrong_arguments({key: given[key] for key in given if key != "backend"}, "compile_kwargs"):
+                raise ValueError(f"engine.compile(): {wrong}.")
+            check_backend(given["backend"], f"engine.compile(backend={given['backend']!r})")
+            self.module.compile(**given)
             self._is_compiled = True
 
     @property

@@ -14,6 +14,7 @@ from zoo.config.section import is_own
 from zoo.deepspeed.adapters.configuration.sections import get_zero_config
 from zoo.deepspeed.adapters.root.config_getters_of_features import QuestionsOfFeatures
 from zoo.engine import Engine
+from zoo.parts.hooks import is_compiled
 from zoo.shard.config import ZeroConfig
 
 _log = logging.getLogger("zoo.deepspeed")
@@ -27,6 +28,7 @@ _PATHS = {
     "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
     "steps_per_print": "steps_per_print",
     "gradient_clipping": "gradient_clipping",
+    "is_deepcompile_enabled": "compile.deepcompile",
     "gradient_predivide_factor": "gradient_predivide_factor",
     "fp16_enabled": "fp16.enabled",
     "bfloat16_enabled": "bf16.enabled",
@@ -56,7 +58,6 @@ class Questions(QuestionsOfFeatures):
     engine: Engine
     optimizer: Any
     _document: dict[str, Any]
-    _is_compiled: bool
     mpu: Any
     is_pipeline = pipeline_parallelism = False
     loaded_checkpoint_dp_world_size = loaded_checkpoint_mp_world_size = None
@@ -343,8 +344,12 @@ class Questions(QuestionsOfFeatures):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` was called."""
-        return self._is_compiled or getattr(self.engine.module, "_compiled_call_impl", None) is not None
+        """Whether the model is compiled, or a part of it: by :meth:`compile`, the configuration or the program."""
+        return any(map(is_compiled, self.engine.module.modules()))
+
+    def is_deepcompile_active(self) -> bool:
+        """Whether the model is called as one graph, where it can be one."""
+        return self.engine.sharded.runtime.compiled.has_whole_graph
 
 
 def _axis(mesh: Any, name: str) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zoo.deepspeed.adapters.communication import groups
+from zoo.deepspeed.adapters.root.settings import SettableEngine, refuse_in_configuration
 from zoo.deepspeed.adapters.utilities.timers import SynchronizedWallClockTimer
 from zoo.engine.building import DTYPES
 
@@ -18,13 +19,10 @@ if TYPE_CHECKING:
 
 
 # Whether features are on that zoo does not have.
-_OFF = (
-    "autotuning_enabled", "super_offload", "is_deepcompile_enabled", "is_deepcompile_active",
-    "fp16_master_weights_and_gradients",
-)  # fmt: skip
+_OFF = ("autotuning_enabled", "super_offload", "fp16_master_weights_and_gradients")
 
 
-class QuestionsOfFeatures:
+class QuestionsOfFeatures(SettableEngine):
     """The part of ``DeepSpeedEngine`` that answers them.
 
     Attributes:
@@ -43,11 +41,15 @@ class QuestionsOfFeatures:
 
     @property
     def _config(self) -> DeepSpeedConfig:
-        """The document as attributes, with DeepSpeed's defaults; sizes of batches are those that hold now."""
+        """The document as attributes, with DeepSpeed's defaults; sizes of batches and the norm to clip to are those
+        that hold now. It is not set: nothing would follow."""
         found = self._read_document
-        found.train_batch_size = self.engine.train_batch_size
-        found.train_micro_batch_size_per_gpu = self.engine.config.train_micro_batch_size_per_gpu
-        found.gradient_accumulation_steps = self.engine.accumulation
+        vars(found).update(
+            train_batch_size=self.engine.train_batch_size,
+            train_micro_batch_size_per_gpu=self.engine.config.train_micro_batch_size_per_gpu,
+            gradient_accumulation_steps=self.engine.accumulation,
+            gradient_clipping=self.engine.config.gradient_clipping,
+        )
         return found
 
     @functools.cached_property
@@ -55,7 +57,16 @@ class QuestionsOfFeatures:
         from zoo.deepspeed.adapters.configuration.documents import DeepSpeedConfig
 
         ranks = SimpleNamespace(get_data_parallel_world_size=lambda: self.engine.batch_ranks)
-        return DeepSpeedConfig(self._document, ranks)
+
+        class ReadConfig(DeepSpeedConfig):
+            def __setattr__(self, name: str, value: Any) -> None:
+                if hasattr(self, "_is_read"):
+                    refuse_in_configuration(name, value)
+                super().__setattr__(name, value)
+
+        found = ReadConfig(self._document, ranks)
+        vars(found)["_is_read"] = True
+        return found
 
     @property
     def dist_backend(self) -> str | None:

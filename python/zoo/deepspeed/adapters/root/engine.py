@@ -70,7 +70,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.loaded_checkpoint_tag: str | None = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._inside = ""  # which of no_sync() and coalesce_grad_reduction()
-        self._dropped_within_a_step = self._stepping = self._is_compiled = False
+        self._dropped_within_a_step = self._stepping = False
         self._asked_schedule: tuple[Any, str | None] = None, None
         self.tput_timer = throughput_timer(self._document, engine)
         if not self.managed_gradient_accumulation():
@@ -275,24 +275,24 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.engine.sharded.runtime.residency.clear()
 
     def compile(
-        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
+        self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:  # fmt: skip
         """The model's units, at every stage; with ``compile.deepcompile`` all of it, as one graph where it can be one:
         see :meth:`zoo.engine.Engine.compile`.
 
         Args:
-            backend: of torch. compile_kwargs: further arguments of ``torch.compile``.
-            schedule: with deepcompile, (update, passes) by name or function (:func:`zoo.compile.validate_schedule`);
-                of DeepSpeed's names those of its ZeRO stages stand for zoo's passes.
+            backend: of torch; None: that of the configuration, or else ``get_accelerator().get_compile_backend()``.
+            compile_kwargs: further arguments of ``torch.compile``.
+            schedule: with deepcompile, (update, passes) by name or function, DeepSpeed's or zoo's; contracts hold.
 
         Raises:
             NotImplementedError: with ``compiled_autograd_enabled``. ValueError: a schedule that is none.
         """
         from zoo.deepspeed.adapters.utilities.compile_passes import arguments
 
-        self.engine.compile(**arguments(backend, compile_kwargs, schedule, autograd=compiled_autograd_enabled))
-        self._is_compiled = True
+        given = arguments(self.engine, backend, compile_kwargs, schedule, autograd=compiled_autograd_enabled)
+        self.engine.compile(**given)
 
     def register_compile_pass(self, pass_name: str, pass_fn: Callable[..., Any], contract: Any = None) -> None:
         """See :func:`zoo.deepspeed.adapters.utilities.compile_passes.register_compile_pass`."""

@@ -196,6 +196,10 @@ def _placed(mpu: Any, module: nn.Module, *, pipeline: bool) -> tuple[Any, Any]:
 
 def _wrapped(engine: Any, document: dict[str, Any], mpu: Any, *, pipeline: bool) -> DeepSpeedEngine:
     """zoo's engine as the program knows it."""
+    if engine.config.asks_for("compile") and engine.config.compile.deepcompile:
+        from zoo.deepspeed.adapters.utilities.compile_passes import schedule_of
+
+        schedule_of(engine)  # the contracts under DeepSpeed's names, which zoo's engine does not know
     if engine.sharded.config.stage == 3:
         import zoo.deepspeed.adapters.zero.parameters  # noqa: F401 - gives the parameters their attributes
     if gradient_allreduce_op(document) == "sum":

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from zoo.deepspeed.adapters.root.settings import SettableOptimizer, set_clipping
 from zoo.deepspeed.adapters.utilities.leaves import get_z3_leaf_modules
 from zoo.engine import Engine
 from zoo.zero import ZeroOptimizer
@@ -31,6 +32,14 @@ class LossScale:
 
     def __init__(self, zero: ZeroOptimizer) -> None:
         self._zero = zero
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("_zero", "cur_scale", "loss_scale"):  # it is made anew for each who asks
+            raise AttributeError(
+                f"loss_scaler.{name} = {value!r}: cur_scale may be set. How the scale moves is said in the "
+                f"configuration: fp16.loss_scale, fp16.loss_scale_window, fp16.hysteresis, fp16.min_loss_scale."
+            )
+        super().__setattr__(name, value)
 
     @property
     def cur_scale(self) -> float:
@@ -53,11 +62,11 @@ class LossScale:
         self._zero.scale_loss(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
-class OptimizerView(torch.optim.Optimizer, DeepSpeedOptimizer):
+class OptimizerView(SettableOptimizer, torch.optim.Optimizer, DeepSpeedOptimizer):
     """A :class:`zoo.zero.ZeroOptimizer` under DeepSpeed's attributes; whatever it does not have itself is that one's.
 
     ``param_groups`` are the same dicts, with the model's parameters in them at every stage (DeepSpeed has flat fp32
-    tensors there); a schedule may be made from it.
+    tensors there); a schedule may be made from it. What a program sets is obeyed or refused (``settings.py``).
 
     Attributes:
         zero: the optimizer behind it.
@@ -210,8 +219,13 @@ class OptimizerView(torch.optim.Optimizer, DeepSpeedOptimizer):
 
     @property
     def clip_grad(self) -> float:
-        """What the norm is clipped to; 0 without."""
-        return float(self._engine.config.gradient_clipping)
+        """What the norm is clipped to; 0 without. May be set, on all ranks, for the steps that come."""
+        norm = float(self.zero.clip_norm)
+        return norm if norm < math.inf else 0.0
+
+    @clip_grad.setter
+    def clip_grad(self, value: float) -> None:
+        set_clipping(self._engine, value)
 
     @property
     def _global_grad_norm(self) -> float | None:

@@ -140,11 +140,22 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     On one host, and on several with ``--launcher pdsh``, zoo's own launcher does (:mod:`zoo.launch`), over ssh; the
     others are given a command line of theirs.
 
+    Args:
+        args: of the command line; None: those of this process, at whose end an error is one sentence.
+
     Raises:
         ValueError: arguments that contradict each other, or hosts that are not there.
         NotImplementedError: ``--autotuning``, ``--venv_script``.
     """
-    given = parse_args(args)
+    if args is None:
+        from zoo.cli.failure import one_sentence
+
+        with one_sentence(shared=True):
+            _run(parse_args())
+    _run(parse_args(args))
+
+
+def _run(given: argparse.Namespace) -> NoReturn:
     if (given.num_nodes >= 0 or given.num_gpus >= 0) and (given.include or given.exclude):
         raise ValueError(
             "--num_nodes or --num_gpus and --include or --exclude are both given; say numbers, or names of hosts."

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from zoo.activation_checkpointing import CudaRNGStatesTracker, get_cuda_rng_tracker
-from zoo.activation_checkpointing.rng import MODEL_PARALLEL, default_device, set_state
+from zoo.activation_checkpointing.rng import MODEL_PARALLEL, set_state
+from zoo.comm import local_device
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL
 
@@ -32,7 +33,7 @@ def _set_cuda_rng_state(new_state: torch.Tensor, device: int | str | torch.devic
     """The default generator of a device goes on from ``new_state``, (n,) uint8; -1: of the GPU in use, without one of
     the CPU."""
     if isinstance(device, int):
-        here = default_device()
+        here = local_device()
         device = here if device < 0 or here.type == "cpu" else torch.device("cuda", device)
     set_state(new_state, torch.device(device))
 
