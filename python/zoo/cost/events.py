@@ -68,6 +68,10 @@ class Span(NamedTuple):
     end_s: float
 
 
+def _in_time(span: Span) -> tuple[float, float, str, str]:
+    return span.start_s, span.end_s, span.stream, span.name
+
+
 _NEVER: tuple[float, Any] = (0.0, None)
 
 
@@ -116,7 +120,7 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Computations, waits and communications, by rank and time."""
+        """Computations, waits and communications, by rank and time; those of one time by stream and name."""
         found: list[list[Span]] = [list(waits) for waits in self._waits]
         place = {rank: at for at, rank in enumerate(self.ranks)}
         for rank, computed in zip(self.ranks, self.computed, strict=True):
@@ -125,7 +129,7 @@ class Timeline:
             first = one.first
             for m in (m for m in first.members if m in place):
                 found[place[m]].append(Span(m, str(first.stream), first.name or first.op, one.begin_s, one.end_s))
-        return tuple(span for of_rank in found for span in sorted(of_rank, key=lambda s: (s.start_s, s.end_s)))
+        return tuple(span for of_rank in found for span in sorted(of_rank, key=_in_time))
 
     def waits(self, rank: int) -> tuple[Span, ...]:
         """Of one rank, by time; each has the name of what was waited for."""
