@@ -275,7 +275,7 @@ def test_a_run_ends_with_the_forecast_beside_what_was_measured(
     assert result.kept_bytes == result.forecast_kept_bytes
     assert min(result.kept_bytes) > 0
     # Five sums of the record and the number of micro-batches; at stage 0 the options of groups go with these.
-    told = [8 * (5 + 1 + (15 if stage == 0 else 0))] * 2
+    told = [8 * (5 + 1 + (16 if stage == 0 else 0))] * 2
     assert [a - b for a, b in zip(result.wire_bytes, result.forecast_wire_bytes, strict=True)] == told
     assert result.beside()[1] in capsys.readouterr().out
     assert json.loads((tmp_path / "result.json").read_text())["forecast_wire_bytes"] == result.forecast_wire_bytes
