@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 from pathlib import Path
@@ -93,6 +94,28 @@ def test_memory_is_two_layers_whatever_their_number(tmp_path: Path) -> None:
         sizes.add(cache.num_bytes)
         assert cache.file_bytes == layers * 16 * 2 * 2 * 4 * 4
     assert sizes == {2 * 16 * 2 * 2 * 4 * 4}
+
+
+def test_a_copy_has_files_of_its_own(tmp_path: Path) -> None:
+    def token(cache: Any, value: float) -> None:
+        for layer in range(3):
+            cache.update(torch.full((1, 2, 1, 4), value), torch.full((1, 2, 1, 4), -value), layer)
+
+    cache: Any = Cache(LlamaConfig(num_hidden_layers=3), 8, folder=tmp_path)
+    token(cache, 1.0)
+    begun = copy.deepcopy(cache)  # a beginning that several prompts share
+    token(begun, 2.0)
+    token(cache, 3.0)
+    for one, last in ((cache, 3.0), (begun, 2.0)):
+        for layer in one.layers:
+            assert layer.keys[0, 0, :, 0].tolist() == [1.0, last]
+            assert layer.values[0, 0, :, 0].tolist() == [-1.0, -last]
+    assert len(list(tmp_path.iterdir())) == 2
+    del begun, one, layer
+    gc.collect()
+    assert len(list(tmp_path.iterdir())) == 1
+    token(cache, 4.0)
+    assert cache.layers[2].keys[0, 0, :, 0].tolist() == [1.0, 3.0, 4.0]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,7 @@ from tests.profiles import examples
 
 pytest.importorskip("transformers")
 
-from zoo.inference import Sampling, generate
+from zoo.inference import Sampling, generate, score
 from zoo.inject import inject
 from zoo.nn import pack_linears
 
@@ -164,6 +165,33 @@ def test_prompts_and_ends_of_other_kinds() -> None:
         assert found[0][-1] == last
 
 
+def test_ids_as_files_of_tokens_have_them() -> None:
+    model = model_of("Llama")
+    right = generate(model, [[5, 96]], max_new_tokens=2, end=[])[0]
+    for dtype in (np.uint8, np.uint16, np.uint32, np.uint64, np.int16):
+        assert torch.equal(generate(model, [np.array([5, 96], dtype)], max_new_tokens=2, end=[])[0], right)
+        with pytest.raises(ValueError, match="prompt 0 has the token 97"):
+            generate(model, [np.array([5, 97], dtype)], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "table"), [("GPTBigCode", "transformer.wpe"), ("OPT", "embed_positions"), ("GPTJ", "")]
+)
+def test_no_token_is_behind_the_last_position_of_a_table(family: str, table: str) -> None:
+    sizes = {"GPTBigCode": {"num_key_value_heads": None}, "OPT": FAMILIES["OPT"], "GPTJ": {"rotary_dim": 4}}[family]
+    model = model_of(family, max_position_embeddings=16, **sizes)
+    assert len(generate(model, [[5] * 12], max_new_tokens=5, end=[], slots=1)[0]) == 5
+    assert len(score(model, [[5] * 12], [[6] * 5])[0]) == 5
+    with pytest.raises(
+        ValueError, match=rf"prompt 1 with max_new_tokens=6 takes 17 positions, and .* has 16 .*{table}"
+    ):
+        generate(model, [[5], [5] * 12], max_new_tokens=6, slots=1)
+    with pytest.raises(ValueError, match=r"prompt 0 with its answer takes 17 positions, and .* has 16"):
+        score(model, [[5] * 12], [[6] * 6])
+    longer = model_of("Llama", max_position_embeddings=4)  # computes the angles of any position
+    assert len(generate(longer, [[5] * 12], max_new_tokens=6, end=[])[0]) == 6
+
+
 def test_a_short_row_is_not_touched_by_what_was_in_its_slot() -> None:
     """An infinite number that a longer row left behind must not come back through a mask."""
     model = invariant(16, torch.float32)
@@ -204,6 +232,11 @@ def test_what_cannot_be_is_told_before_anything_is_computed() -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             generate(model, [prompts[0], ids], max_new_tokens=2)  # type: ignore[list-item]
+    for none in (None, 5):
+        with pytest.raises(ValueError, match=f"prompts={none}; give a list"):
+            generate(model, none, max_new_tokens=2)  # type: ignore[call-overload]
+        with pytest.raises(ValueError, match=f"answers={none}; give a list"):
+            score(model, prompts, none)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
         generate(model.train(), prompts, max_new_tokens=2)
     with pytest.raises(ValueError, match="no causal model of transformers"):

@@ -340,5 +340,8 @@ class _Window(_Placed):  # type: ignore[no-untyped-call]
         if tokens_to_remove > 0 or -tokens_to_remove > self.length:
             self._refuse_crop(f"{tokens_to_remove} is not between {-self.length} and 0.")
         if tokens_to_remove and self.length >= self.window:
-            self._refuse_crop(f"{self.length} tokens came, and a sliding layer keeps {self.window - 1}.")
+            self._refuse_crop(
+                f"{self.length} tokens came, and a sliding layer keeps {self.window - 1}. With "
+                "Cache(..., keep_all=True) it keeps all."
+            )
         self.length += tokens_to_remove

@@ -7,6 +7,7 @@ token too. Memory is two layers' worth, whatever the number of layers.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import tempfile
@@ -38,6 +39,20 @@ class CacheFiles:
         self.layers: list[FileLayer] = []
         self._buffers: list[_Buffer] = []
         weakref.finalize(self, _end, self.handle, self.home)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheFiles:
+        """With files of its own, in a new folder beside this one.
+
+        Raises:
+            OSError: the disk has no room for them.
+        """
+        for buffer in self._buffers:
+            buffer.settle()
+        made = memo[id(self)] = CacheFiles(self.home.parent)
+        for path in self.home.iterdir():
+            shutil.copyfile(path, made.home / path.name)
+        made.layers = copy.deepcopy(self.layers, memo)
+        return made
 
     @property
     def num_bytes(self) -> int:
@@ -119,8 +134,13 @@ class FileLayer(_Full):  # type: ignore[no-untyped-call]
 
     def __init__(self, room: int, files: CacheFiles) -> None:
         super().__init__(room)
-        self.files, self.path = files, files.home / f"{len(files.layers)}.bin"
+        self.files, self.name = files, f"{len(files.layers)}.bin"
         files.layers.append(self)
+
+    @property
+    def path(self) -> Path:
+        """Of its file."""
+        return self.files.home / self.name
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take the space on the disk, all of it.

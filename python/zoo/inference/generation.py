@@ -17,7 +17,7 @@ from zoo.inference.sampling import Sampling, Words, check_places
 from zoo.inference.scoring import logprob
 from zoo.inference.slots import Slots, Step
 from zoo.inference.together import Together
-from zoo.inference.tokens import check_model, config_of, token_ids
+from zoo.inference.tokens import check_model, check_positions, config_of, token_ids
 from zoo.tensor.layers import part_of
 from zoo.tensor.loss import head_in_parts, parts_kept
 
@@ -82,8 +82,9 @@ def generate(
         :class:`Generated`.
 
     Raises:
-        ValueError: the model trains, is of another kind, or needs ``slots=1``; a prompt is empty, has no room, or other
-            ids; before anything is computed. A model that keeps nothing in the cache, after its first prompt.
+        ValueError: the model trains, is of another kind, or needs ``slots=1``; a prompt is empty, has no room, takes
+            more positions than the model has, or has other ids; before anything is computed. A model that keeps nothing
+            in the cache, after its first prompt.
         zoo.comm.RankFailedError: another rank has raised; it names the rank.
     """
     together = Together(model, "zoo.inference.generate")
@@ -117,10 +118,12 @@ def _checked(
     if not isinstance(sampling, Sampling):
         raise ValueError(f"sampling={sampling!r}; it must be a zoo.inference.Sampling.")
     ids = token_ids(model, prompts)
-    needed = max((len(one) for one in ids), default=0) + max_new_tokens
+    longest = max(range(len(ids)), key=lambda i: len(ids[i]), default=0)
+    needed = (len(ids[longest]) if ids else 0) + max_new_tokens
+    if ids:  # the last token is not computed with
+        check_positions(model, needed - 1, f"prompt {longest} with max_new_tokens={max_new_tokens}")
     room = needed if room is None else room
     if ids and room < needed:
-        longest = max(range(len(ids)), key=lambda i: len(ids[i]))
         raise ValueError(
             f"room={room}, and prompt {longest} has {len(ids[longest])} tokens and gets {max_new_tokens} more; "
             f"it must be at least {needed}."

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zoo.inference.together import Together
-from zoo.inference.tokens import check_model, token_ids
+from zoo.inference.tokens import check_model, check_positions, rows_of, token_ids
 
 Tensor = torch.Tensor
 
@@ -67,14 +67,17 @@ def score(
 
     Raises:
         ValueError: the model trains, or is of another kind; other numbers of prompts and answers; a prompt without a
-            token, or other ids; before anything is computed.
+            token, other ids, or more positions than the model has; before anything is computed.
     """
     together = Together(model, "zoo.inference.score")
     with together.checking():
         check_model(model, "zoo.inference.score")
+        prompts, answers = rows_of(prompts, "prompt"), rows_of(answers, "answer")
         if len(prompts) != len(answers):
             raise ValueError(f"there are {len(prompts)} prompts and {len(answers)} answers; give one for each.")
         pairs = [*zip(token_ids(model, prompts), token_ids(model, answers, "answer", least=0), strict=True)]
+        for index, (prompt, answer) in enumerate(pairs):
+            check_positions(model, len(prompt) + len(answer) - 1, f"prompt {index} with its answer")
     device = next(model.parameters()).device
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     found = []
