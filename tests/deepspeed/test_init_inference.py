@@ -101,6 +101,8 @@ def test_with_a_configuration_with_arguments_and_with_both(tmp_path: Path) -> No
         ({"zero": {"stag": 1}}, {}, "zero.stag: it is no key of that section; near it: stage"),
         ({"xyz": 1}, {}, "its keys are replace_with_kernel_inject, dtype"),
         ({"dtype": torch.float64}, {}, "dtype: torch.float64; it is fp32, bf16, fp16 or int8"),
+        ({"zero": 3}, {}, "zero: Input should be a valid dictionary"), ({"zero": None}, {}, "zero: Input should be"),
+        ({"zero": [3]}, {}, "zero: Input should be"), ({"zero": "3"}, {}, "zero: Input should be"),
         ({"max_out_tokens": "many"}, {}, "max_out_tokens: "), ({"tp": {"tp_size": 0}}, {}, "tensor_parallel.tp_size"),
         (7, {}, "expected string or dictionary, got <class 'int'>"), ("nowhere.json", {}, "nowhere.json"),
     ],

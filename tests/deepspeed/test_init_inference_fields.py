@@ -289,6 +289,10 @@ def test_what_is_generated_has_room() -> None:
             call()
         with pytest.raises(ValueError, match="max_out_tokens=13"):
             call()
+    with pytest.raises(ValueError, match="a prompt of 7 tokens and is to add 20, 27 in all"):
+        engine.generate(ids)  # so many it would have added
+    engine.module.config.max_position_embeddings = 13  # or as many as have positions
+    assert engine.generate(ids, do_sample=False, pad_token_id=0, eos_token_id=None).shape == (3, 13)
     engine.module.generation_config.max_length = 14
     with pytest.raises(ValueError, match="14 in all"):
         engine.generate(ids)

@@ -429,6 +429,11 @@ def test_a_checkpoint_in_each_of_its_grammars(saved: Path) -> None:
         ({"checkpoint": {"checkpoints": ["a.bin", "b.bin", "extra.safetensors"]}}, "1 are not the model's: extra"),
         ({"checkpoint": {"checkpoints": ["a.bin", "a.bin"]}}, "in a file before it"),
         ({"checkpoint": "text.bin"}, "cannot be read"),
+        ({"checkpoint": {"checkpoints": 5}}, "checkpoints is 5; it must be a list of names"),
+        ({"checkpoint": {"checkpoints": ["a.bin", None]}}, "it must be a list of names"),
+        ({"checkpoint": {"checkpoints": ["a.bin", "b.bin"], "tp_size": "two"}}, "tp_size is 'two'; it must be a whole"),
+        ({"checkpoint": {"checkpoints": ["a.bin", "b.bin"], "mp_size": -1}}, "mp_size is -1; it must be a whole"),
+        ({"checkpoint": {"checkpoints": ["a.bin", "b.bin"], "base_dir": 5}}, "base_dir is 5; it must be the name of"),
     ],
 )  # fmt: skip
 def test_checkpoints_that_do_not_fit(saved: Path, given: dict[str, Any], told: str) -> None:

@@ -170,6 +170,8 @@ class DeepSpeedZeroConfig(like(ZeroConfig)):  # type: ignore[misc]
     @classmethod
     def _former_keys(cls, values: Any) -> Any:
         """``cpu_offload`` and its like, of former times."""
+        if not isinstance(values, Mapping):
+            return values  # which is refused as what it is
         found = dict(values)
         pinned = found.pop("cpu_offload_use_pin_memory", None)
         for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):

@@ -36,8 +36,9 @@ def check_lengths(model: nn.Module, lengths: Lengths, args: tuple[Any, ...], kwa
     prompt, rows = _prompt_of(args, kwargs)
     most, least, told, degree = lengths
     given = {**kwargs, "generation_config": args[1]} if len(args) > 1 else kwargs
-    new = _new_tokens(model, prompt, given)
-    if prompt + new > most or prompt > most:
+    asked = _new_tokens(model, prompt, given)
+    new = asked if asked is not None else 0 if prompt > most else _by_default(model, prompt)
+    if prompt + new > most:
         raise ConfigError(
             f"generate() got a prompt of {prompt} tokens and is to add {new}, {prompt + new} in all, which exceeds "
             f"maximum length: max_out_tokens={most}, prompt included. Shorten one of them, or give {told} a larger "
@@ -60,8 +61,8 @@ def _prompt_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]
     return max((shape[1] for shape in found), default=0) + more, max((shape[0] for shape in found), default=1)
 
 
-def _new_tokens(model: nn.Module, prompt: int, kwargs: dict[str, Any]) -> int:
-    """How many tokens a call asks for, by arguments or by a generation config; 0 where neither says it."""
+def _new_tokens(model: nn.Module, prompt: int, kwargs: dict[str, Any]) -> int | None:
+    """How many tokens a call asks for, by arguments or by a generation config; None where neither says it."""
     configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         prompt = 0  # max_length is the decoder's
@@ -73,7 +74,15 @@ def _new_tokens(model: nn.Module, prompt: int, kwargs: dict[str, Any]) -> int:
     for config in configs:
         if getattr(config, "max_length", None) is not None:
             return max(int(config.max_length) - prompt, 0)  # type: ignore[union-attr]
-    return 0
+    return None
+
+
+def _by_default(model: nn.Module, prompt: int) -> int:
+    """What transformers adds unasked: 20 tokens, up to the positions that the model has; 0 of other models."""
+    ask = getattr(getattr(model, "generation_config", None), "_get_default_generation_params", None)
+    new = 0 if ask is None else int(ask().get("max_length") or 0)
+    last = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return new if last is None else max(min(new, last - prompt), 0)
 
 
 def cache_bytes(model: nn.Module, rows: int, tokens: int) -> int:

@@ -13,6 +13,7 @@ tensors, as zoo's plan of the model cuts them.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,6 +41,7 @@ _KEYS = ("type", "checkpoints", "version", "base_dir", "parallelization", "tp_si
 DESCRIPTION = "ds_inference_config.json"
 """What ``save_mp_checkpoint_path`` gets beside the checkpoint; ``checkpoint=`` takes it, or the folder."""
 _TAG = "inference"
+_PATH = (str, os.PathLike)
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,15 @@ def _described(found: dict[str, Any], base: Any, ranks: int, where: str) -> File
             f"{where} lists files of DeepSpeed's injected layers ({', '.join(listed)}), whose matrices have an order "
             "of their own. Give the checkpoint that they were made of; save_mp_checkpoint_path then writes one for zoo."
         )
-    names = [listed] if isinstance(listed, str) else list(listed)
-    told = next((int(found[key]) for key in ("tp_size", "mp_size") if found.get(key)), 1)
+    names = [listed] if isinstance(listed, _PATH) else listed
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, _PATH) for name in names):
+        raise ConfigError(f"{where}: checkpoints is {listed!r}; it must be a list of names of files.")
+    if base is not None and not isinstance(base, _PATH):
+        raise ConfigError(f"{where}: base_dir is {base!r}; it must be the name of a folder.")
+    for key in ("tp_size", "mp_size"):
+        if found.get(key) is not None and (type(found[key]) is not int or found[key] < 1):
+            raise ConfigError(f"{where}: {key} is {found[key]!r}; it must be a whole number, at least 1.")
+    told = next((found[key] for key in ("tp_size", "mp_size") if found.get(key)), 1)
     kind = found.get("parallelization") or ("tp" if max(told, ranks) > 1 and len(names) > 1 else "pp")
     if kind not in ("tp", "pp"):
         raise ConfigError(f"{where}: parallelization is {kind!r}; it is 'pp' (whole tensors) or 'tp' (parts of them).")
