@@ -284,3 +284,23 @@ def test_a_preset_for_another_layout_of_heads_is_refused() -> None:
         plan_of_partition_config(hub.model_of("gpt2"), None, 2, preset="llama")
     with pytest.raises(ValueError, match="preset_model 'gpt2'; there are bloom, chatglm"):
         plan_of_partition_config(hub.model_of("gpt2"), None, 2, preset="gpt2")
+
+
+def test_heads_that_nothing_cuts_do_not_bound_the_degree() -> None:
+    hub = pytest.importorskip("tests.tensor.hub")
+    model = hub.model_of("llama", num_attention_heads=2, num_key_value_heads=1, hidden_size=8, vocab_size=11)
+    attention = [{"patterns": [r".*self_attn\."], "partition_type": "skip"}]
+    plan = plan_of_partition_config(model, {"layer_specs": attention}, 3, preset="llama")
+    prove(model, model.config, plan, 3)
+    with pytest.raises(ValueError, match=r"with the 2 query heads .* the degree is at most 2"):
+        plan_of_partition_config(model, None, 3, preset="llama").share(3, 0)
+    ids = torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(1))
+    expected = model(ids).logits
+
+    def fn(rank: int) -> None:
+        mine = hub.model_of("llama", num_attention_heads=2, num_key_value_heads=1, hidden_size=8, vocab_size=11)
+        mine.model.layers[0].mlp.dropout = nn.Dropout(0.1)  # nothing calls it: masks of the perceptron are prepared
+        split(mine, plan, Communicator())
+        torch.testing.assert_close(mine(ids).logits, expected, rtol=1e-12, atol=1e-12)
+
+    sim.run(3, fn, seed=0)

@@ -255,3 +255,24 @@ def test_sums_in_pieces_are_the_sums_and_begin_while_the_rest_is_computed(degree
     sim.run(degree, fn, seed=0)
     with pytest.raises(ValueError, match="leave one of them out"):
         split(Decoder(shape), plan_of(shape), sim.run(1, lambda rank: Communicator())[0], sequence=True, overlap=True)
+
+
+@pytest.mark.parametrize("cut", ["up", "down", "both"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_layer_that_gets_other_features_than_its_rule_says_names_itself(cut: str, overlap: bool) -> None:
+    rows, columns = {"rows": "inner", "cut": "inner"}, {"columns": "inner", "cut": "inner"}
+    rules = {"up": (Rule(module="0", **columns),), "down": (Rule(module="2", **columns),),
+             "both": (Rule(module="0", **rows), Rule(module="2", **rows))}[cut]  # fmt: skip
+    said = {
+        "up": r"0 is row-parallel: it takes this rank's [32] of 5 features, and got 5\. The layer before",
+        "down": r"2 is row-parallel: it takes this rank's 3 of 6 features, and got 6\. The layer before",
+        "both": r"2 is column-parallel: it takes all 6 features, and got 3\. The layer before",
+    }[cut]
+
+    def fn(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+        split(model, Plan("mine", rules=rules), Communicator(), overlap=overlap)
+        with pytest.raises(ValueError, match=said):
+            model(torch.ones(2, 5))
+
+    sim.run(2, fn, seed=0)

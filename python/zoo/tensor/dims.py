@@ -21,7 +21,7 @@ from zoo.tensor.shares import HEAD, KV, QUERY, Run, Share
 
 _WORD = re.compile(r"\(([^()]*)\)|([^\s()]+)|(\S)")
 _DIM = re.compile(r"([A-Za-z_]\w*)(?:=(\d+))?")
-_HEADS = frozenset({HEAD, KV, QUERY})
+HEADS = frozenset({HEAD, KV, QUERY})
 """Dealt together, whichever of them a rule names."""
 
 
@@ -101,7 +101,7 @@ class Dims:
             cut: the name of the dim that is dealt; "head", "kv" and "query" go together.
         """
         found: list[Run] = []
-        for start, stop in self._runs(0, 0, _HEADS if cut in _HEADS else frozenset({cut}), share, None):
+        for start, stop in self._runs(0, 0, HEADS if cut in HEADS else frozenset({cut}), share, None):
             if found and found[-1][1] == start:
                 found[-1] = (found[-1][0], stop)
             else:

@@ -41,6 +41,7 @@ class Part:
         features: of what a module that computes with parts of its own parameters gets and returns. once: those of its
             parameters that the first rank alone adds.
         direct: of outputs that are whole, [start, stop) of what goes straight to heads of all ranks.
+        path: of the layer in the model, for errors.
     """
 
     region: Region
@@ -54,6 +55,7 @@ class Part:
     direct: Run | None = None
     features: int = 0
     once: tuple[str, ...] = ()
+    path: str = ""
 
 
 def part_of(module: nn.Module) -> Part | None:
@@ -97,6 +99,15 @@ def _product(layer: LinearPart, part: Part, x: torch.Tensor, *, biased: bool) ->
         return layer.multiply(x, layer.bias if biased else None)
     weight, bias = layer.multiplied()
     return linear(x, weight.t() if part.turned else weight, bias if biased else None)
+
+
+def _refuse(layer: LinearPart, part: Part, given: int, takes: str) -> None:
+    row = isinstance(layer, Row)
+    raise ValueError(
+        f"{part.path or type(layer).__name__} is {'row' if row else 'column'}-parallel: it takes {takes} features, and "
+        f"got {given}. The layer before it has to be {'column' if row else 'row'}-parallel, or "
+        + ("this one needs no rule, or one with scatter." if row else "to gather its outputs.")
+    )
 
 
 class Layer(nn.Module):
@@ -237,6 +248,9 @@ class Column(LinearPart):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part: Part = self.__dict__[_STATE]
+        whole: int = self.in_features if isinstance(self, PackedLinear) else self.weight.shape[0 if part.turned else 1]
+        if x.shape[-1] != whole:
+            _refuse(self, part, x.shape[-1], f"all {whole}")
         y = _product(self, part, part.region.go_in(x), biased=True)
         if part.take is not None:
             y = _at(y, part.take, -1)
@@ -252,6 +266,9 @@ class Row(LinearPart):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part: Part = self.__dict__[_STATE]
+        total, own = part.cut.total, part.cut.size
+        if x.shape[-1] != (total if part.scatter else own):
+            _refuse(self, part, x.shape[-1], f"all {total}" if part.scatter else f"this rank's {own} of {total}")
         if part.scatter:
             ((start, stop),) = part.cut.runs
             x = part.region.scatter(x, start, stop)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from zoo.tensor.dims import Dims, stored
+from zoo.tensor.dims import HEADS, Dims, stored
 from zoo.tensor.reading import check, listed, mapping
 from zoo.tensor.shares import HEAD, KV, Run, Share
 
@@ -197,6 +197,13 @@ class Plan:
                 "divide them."
             )
 
+    @cached_property
+    def deals_heads(self) -> bool:
+        """Whether ranks get heads of their own: not where attention stays whole."""
+        cut = {rule.cut for rule in self.rules} | {take.cut for take in self.takes}
+        counted = {d.name for c in self.counts for f in Dims.parse(c.dims).factors for d in _names(f)}
+        return not HEADS.isdisjoint(cut | counted)
+
     def share(self, degree: int, rank: int, grain: int = 1) -> Share:
         """What a rank has of every dim that is dealt.
 
@@ -206,7 +213,7 @@ class Plan:
         if degree < 1 or not 0 <= rank < degree:
             raise ValueError(f"degree {degree} and rank {rank}; a degree is at least 1, and ranks count from 0.")
         heads = dict(self.sizes).get(HEAD, degree)
-        if heads < degree:
+        if heads < degree and self.deals_heads:
             raise ValueError(
                 f"degree {degree} with the {heads} query heads of plan {self.name!r}: every rank needs one, so the "
                 f"degree is at most {heads}."

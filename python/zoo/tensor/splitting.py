@@ -204,7 +204,7 @@ def _draw_whole_masks(
     """Modules with layers of a region that drop something: in some models the ways in and out are in two of them."""
     share = plan.share(setting.comm.size, setting.comm.rank, setting.grain)
     heads = None
-    if HEAD in share.known:
+    if HEAD in share.known and plan.deals_heads:
         queries = share.heads.queries
         heads = Dealt(queries.start, queries.stop, share.heads.num)
     found: dict[str, list[Dealt]] = {}
@@ -288,7 +288,8 @@ def _change(
     comm = setting.comm
     cut = plan.cut(rule, total, comm.size, comm.rank, setting.grain)
     stays = cut.shared and setting.training
-    part = Part(region, cut, dim, turned=turned, take=cut.take, rows=cut.runs if stays else None, scatter=rule.scatter)
+    rows = cut.runs if stays else None
+    part = Part(region, cut, dim, turned=turned, take=cut.take, rows=rows, scatter=rule.scatter, path=path)
     if rule.gather:
         sizes = [plan.cut(rule, total, comm.size, rank, setting.grain) for rank in range(comm.size)]
         part.sizes = tuple(other.size for other in sizes)
