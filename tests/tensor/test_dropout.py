@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.layout import boxes_of, split_of
+from zoo.tensor import Plan, Rule, split
 from zoo.tensor import plan_of as plan_of_model
-from zoo.tensor import split
 
 
 class DroppingAttention(Attention):
@@ -228,5 +228,79 @@ def test_what_is_drawn_alike_for_all_features_is_that_of_one_process(drop: nn.Mo
         split(copies[rank], plan_of(shape), Communicator())
         torch.manual_seed(1)
         torch.testing.assert_close(copies[rank](ids), expected, rtol=1e-11, atol=1e-12)
+
+    sim.run(2, fn, seed=0)
+
+
+class Before(Perceptron):
+    """What it gets is dropped, as wide as a rank's part of what is within."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.drop, self.fails = nn.Dropout(0.5), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.up(self.drop(x)))
+        if self.fails:
+            raise RuntimeError("no memory")
+        out: torch.Tensor = self.down(self.drop(y))
+        return out
+
+
+def perceptrons() -> tuple[nn.Module, Plan, torch.Tensor]:
+    shape = Shape(inner=12)  # six of each of two ranks, and six come in
+    up = Rule(module="*.up", rows="inner", cut="inner")
+    plan = Plan("perceptrons", rules=(up, Rule(module="*.down", columns="inner", cut="inner")))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(Before(shape), Before(shape)).double(), plan, torch.randn(3, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_stops_in_its_midst_changes_no_later_mask(fails: bool) -> None:
+    """A forward that fails, or that is computed again in backward as far as it is needed."""
+
+    def gradients(model: Any) -> list[torch.Tensor]:
+        if fails:
+            model[1].fails = True
+            with pytest.raises(RuntimeError, match="no memory"):
+                model(given)
+            model[1].fails = False
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            x = given if fails else given.detach().requires_grad_()
+            for perceptron in model:
+                x = perceptron(x) if fails else checkpoint(perceptron, x, use_reentrant=False)
+            x.square().sum().backward()
+            return [model(given), model[0].down.bias.grad]
+
+    whole, plan, given = perceptrons()
+    expected = gradients(whole)
+
+    def fn(rank: int) -> None:
+        mine, *_ = perceptrons()
+        split(mine, plan, Communicator())
+        torch.testing.assert_close(gradients(mine), expected, rtol=1e-9, atol=1e-11)
+
+    sim.run(2, fn, seed=0)
+
+
+def test_dropouts_that_stay_on_in_evaluation_draw_the_masks_of_one_process() -> None:
+    def output(model: Any) -> torch.Tensor:
+        model.eval()
+        for perceptron in model:
+            perceptron.drop.train()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            found: torch.Tensor = model(given)
+            return found
+
+    whole, plan, given = perceptrons()
+    expected = output(whole)
+
+    def fn(rank: int) -> None:
+        mine, *_ = perceptrons()
+        split(mine, plan, Communicator())
+        torch.testing.assert_close(output(mine), expected, rtol=1e-9, atol=1e-11)
 
     sim.run(2, fn, seed=0)

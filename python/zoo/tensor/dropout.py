@@ -77,15 +77,21 @@ class WholeMasks:
     def __init__(self, path: str, region: Region, heads: Dealt | None, features: tuple[Dealt, ...]) -> None:
         self._path, self._region, self._heads, self._features = path, region, heads, features
         self._modes: list[_Mode] = []
+        self._layers: list[nn.Module] = []
 
     def attach(self, module: nn.Module) -> None:
         """For as long as the module lives."""
+        self._layers = [inner for inner in module.modules() if isinstance(inner, _DropoutNd)]
         module.register_forward_pre_hook(self.begin)
+        self.watch(module)
+
+    def watch(self, module: nn.Module) -> None:
+        """A forward of ``module`` that fails ends the region: what a later one drops is no part because of it."""
         module.register_forward_hook(self.end, always_call=True)
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Before the forward."""
-        if module.training:
+        if module.training or any(layer.training for layer in self._layers):
             self._modes.append(_Mode(self))
             self._modes[-1].__enter__()  # type: ignore[no-untyped-call]
 
@@ -93,6 +99,8 @@ class WholeMasks:
         """After it, or after it has failed."""
         if self._modes:
             self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if found is None:  # it failed, or stopped where what backward needs was computed again
+            self._region.rest()
 
     def mask(self, x: torch.Tensor, p: float) -> torch.Tensor:
         """What x is multiplied by: 0, or 1 / (1 - p).

@@ -101,6 +101,13 @@ def _product(layer: LinearPart, part: Part, x: torch.Tensor, *, biased: bool) ->
     return linear(x, weight.t() if part.turned else weight, bias if biased else None)
 
 
+def _takes(layer: LinearPart, part: Part) -> int:
+    """Features of what a column-parallel layer gets."""
+    if isinstance(layer, PackedLinear):
+        return layer.in_features
+    return layer.weight.shape[0 if part.turned else 1]
+
+
 def _refuse(layer: LinearPart, part: Part, given: int, takes: str) -> None:
     row = isinstance(layer, Row)
     raise ValueError(
@@ -248,7 +255,7 @@ class Column(LinearPart):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part: Part = self.__dict__[_STATE]
-        whole: int = self.in_features if isinstance(self, PackedLinear) else self.weight.shape[0 if part.turned else 1]
+        whole = _takes(self, part)
         if x.shape[-1] != whole:
             _refuse(self, part, x.shape[-1], f"all {whole}")
         y = _product(self, part, part.region.go_in(x), biased=True)

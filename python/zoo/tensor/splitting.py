@@ -217,8 +217,13 @@ def _draw_whole_masks(
             features.append(Dealt(*part.cut.runs[0], part.cut.total))
     for path, features in found.items():
         module = model.get_submodule(path)
+        masks = WholeMasks(path, region, heads, tuple(dict.fromkeys(features)))
         if drops(module):
-            WholeMasks(path, region, heads, tuple(dict.fromkeys(features))).attach(module)
+            masks.attach(module)
+        elif region.draws:
+            masks.watch(module)
+    if region.draws and "" not in found:
+        WholeMasks("", region, None, ()).watch(model)
 
 
 def _changes(model: nn.Module, plan: Plan, setting: Setting, region: Region) -> list[_Change]:
