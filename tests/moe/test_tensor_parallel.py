@@ -1,23 +1,28 @@
-"""Experts of models of transformers that ranks share, beside ranks that share layers: what one process computes."""
+"""Experts that ranks share, beside ranks that share layers: what ranks without parts of layers compute."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-from tests.tensor.hub import model_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 import zoo.engine
 from zoo import sim
+from zoo.moe import GroupedExperts, MixtureOfExperts, MoE, TopKGate, use_mesh
+from zoo.tensor import Plan, Rule
 
 IDS = torch.randint(53, (4, 6), generator=torch.Generator().manual_seed(1))
 
 
 def trained(family: str, ranks: int, **document: Any) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     """By rank: losses of three steps, and the whole parameters after them."""
+
+    model_of = pytest.importorskip("tests.tensor.hub").model_of
 
     def fn(rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
         given = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **document}
@@ -52,3 +57,94 @@ def test_tensor_expert_and_data_ranks_train_what_one_process_does(
     for own, parameters in trained(family, degree * experts * data, **document):
         assert own == pytest.approx(losses, rel=1e-5)
         torch.testing.assert_close(parameters, whole, rtol=1e-4, atol=1e-5)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 5), nn.Linear(5, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return y
+
+
+class Words(nn.Module):
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.words, self.head = nn.Embedding(8, 6), nn.Linear(6, 8)
+            self.moe = MoE(
+                6, Expert(), num_experts=4, ep_size=2, drop_tokens=False, enable_expert_tensor_parallelism=cut
+            )
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        y, balance, _ = self.moe(x)
+        return F.cross_entropy(self.head(x + y)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + 0.01 * balance
+
+
+def document(cut: bool, stage: int, degree: int) -> dict[str, Any]:
+    rules = [Rule(module="words", rows="vocab", cut="vocab")]
+    if cut:
+        rules += [Rule(module="moe.experts.*.*.up", rows="inner", cut="inner"),
+                  Rule(module="moe.experts.*.*.down", columns="inner", cut="inner")]  # fmt: skip
+    plan = Plan("mine", sizes=(("vocab", 8),), rules=tuple(rules))
+    return {
+        "train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "gradient_clipping": 0.5,
+        "tensor_parallel": {"autotp_size": degree, "plan": plan.as_data()} if degree > 1 else {},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("cut", "stage"), [(False, 0), (False, 3), (True, 1), (True, 3)])
+def test_a_layer_whose_experts_ranks_share_beside_ranks_that_share_layers(
+    cut: bool, stage: int, tmp_path: Path
+) -> None:  # fmt: skip
+    """The experts are those of the place on the mesh, whole or parts; what is saved has all of them."""
+
+    def job(world: int, degree: int, stage: int, steps: range, load: bool = False) -> list[Any]:
+        def fn(rank: int) -> Any:
+            engine = zoo.engine.initialize(document(cut, stage, degree), Words(cut))[0]
+            if load:
+                engine.load_checkpoint(tmp_path)
+            losses = []
+            for step in steps:
+                ids = torch.randint(8, (2, 6), generator=torch.Generator().manual_seed(step))
+                engine.backward(engine(ids[engine.batch_rank :: engine.batch_ranks]))
+                engine.step()
+                losses.append(float(engine.record.loss))
+            if degree > 1:
+                engine.save_checkpoint(tmp_path)
+            found = losses, float(engine.get_global_grad_norm()), engine.optimizer.consolidated_parameters()
+            engine.destroy()
+            return found
+
+        return sim.run(world, fn, seed=0)
+
+    losses, norm, whole = job(2, 1, 0, range(3))[0]
+    for found in (job(4, 2, stage, range(2)), job(2, 1, (stage + 1) % 4, range(2, 3), load=True)):
+        own = [one[0] for one in found]
+        assert own == [pytest.approx(losses[:2] if len(own[0]) == 2 else losses[2:], rel=1e-9)] * len(own)
+    assert found[0][1] == pytest.approx(norm, rel=1e-9)
+    torch.testing.assert_close(found[0][2], whole, rtol=1e-9, atol=1e-11)
+
+
+def test_parts_of_experts_that_get_other_tokens_are_told() -> None:
+    def fn(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"have parts of a layer's experts, and .* other tokens"):
+            zoo.engine.initialize(document(True, 0, 2), Words(False))
+
+    sim.run(4, fn, seed=0)
+
+
+def test_experts_of_another_place_on_the_mesh_are_told_on_all_ranks() -> None:
+    def fn(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "tensor"))
+        experts = GroupedExperts(4, 6, 5, ep_size=2, ep_rank=rank % 2)
+        with pytest.raises(ValueError, match=r"other experts than those of its place on the mesh, on ranks 1, 2; here"):
+            use_mesh(MixtureOfExperts(TopKGate(6, 4, k=1), experts), mesh)
+
+    sim.run(4, fn, seed=0)

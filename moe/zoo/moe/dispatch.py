@@ -15,7 +15,7 @@ from torch import nn
 
 from zoo.comm import Communicator
 from zoo.kernels.gating import permute, unpermute
-from zoo.layout import declare_partial
+from zoo.layout import declare_partial, split_of
 from zoo.moe import exchange
 from zoo.moe.experts.base import AXIS
 from zoo.moe.routing import Places
@@ -75,7 +75,8 @@ class Dispatcher:
             parameters: of this rank's experts.
 
         Raises:
-            ValueError: it has no such axis, of another size, or this rank has another place on it than its experts.
+            ValueError: it has no such axis, of another size, a rank has another place on it than its experts, or ranks
+                with other tokens have parts of one expert.
         """
         names = tuple(mesh.mesh_dim_names or ())
         sizes = dict(zip(names, mesh.shape, strict=False))  # a mesh may have no names
@@ -85,17 +86,31 @@ class Dispatcher:
                     f"a layer with ep_size={self.ep_size} on a mesh of the axes {sizes}; it needs the axis {AXIS!r} of "
                     f"that size: init_device_mesh(..., mesh_dim_names=('data', {AXIS!r}))."
                 )
-            place = mesh.get_local_rank(AXIS) * self.num_local
-            if place != self.first:
-                raise ValueError(
-                    f"the layer was made with the experts from {self.first} on, and the mesh has this rank "
-                    f"where those from {place} on belong. Make it with ep_rank=mesh.get_local_rank({AXIS!r})."
-                )
+            self._check_place(mesh, mesh.get_local_rank(AXIS) * self.num_local)
             self.comm, self._number = exchange.along(mesh, [AXIS])
         if self.repeated and sizes.get(TENSOR_AXIS, 1) > 1:
+            parameters = list(parameters)
+            if any(TENSOR_AXIS in split_of(parameter).axes for parameter in parameters):
+                raise ValueError(
+                    "tensor-parallel ranks have parts of a layer's experts, and the layer gives each of these ranks "
+                    "other tokens. Make it with enable_expert_tensor_parallelism=True (repeated=False of "
+                    "MixtureOfExperts), or leave its experts out of the plan."
+                )
             self._tensor, _ = exchange.along(mesh, [TENSOR_AXIS])
             for parameter in parameters:  # each of these ranks has the gradient of its share of tokens
                 declare_partial(parameter, [TENSOR_AXIS])
+
+    def _check_place(self, mesh: Any, place: int) -> None:
+        """All ranks raise, or none: others would wait for it."""
+        everyone, _ = exchange.along(mesh, mesh.mesh_dim_names)
+        wrong = everyone.all_gather_object(place != self.first)
+        if any(wrong):
+            ranks = ", ".join(str(rank) for rank, other in zip(everyone.ranks, wrong, strict=True) if other)
+            raise ValueError(
+                f"the layer was made with other experts than those of its place on the mesh, on ranks {ranks}; here "
+                f"with those from {self.first} on, and those from {place} on belong here. Make it with "
+                f"ep_rank=mesh.get_local_rank({AXIS!r})."
+            )
 
     def __call__(
         self, experts: Computes, x: Tensor, at: Places, beside: Callable[[], Tensor] | None = None

@@ -130,6 +130,9 @@ class MixtureOfExperts(CountedLayer):
 
     def enter_mesh(self, mesh: Any) -> None:
         """Tell the layer of the mesh: see :meth:`zoo.moe.dispatch.Dispatcher.enter_mesh`. Collective over the mesh."""
+        if self.experts.alike and self.expert_ranks is None and AXIS in (mesh.mesh_dim_names or ()):
+            self.experts.move(mesh.get_local_rank(AXIS))  # consecutive ranks may be those of another axis
+            self._dispatch.first = self.experts.first
         self.experts.declare()
         self._dispatch.enter_mesh(mesh, self.experts.parameters())
         if self.balance_over == "global":

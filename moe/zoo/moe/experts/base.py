@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zoo.layout import declare_split
+from zoo.layout import Box, declare_split, split_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,7 +82,7 @@ class LocalExperts(nn.Module):
                 shape = (self.num_experts, *tensor.shape[1:])
                 declare_split(tensor, [AXIS], shape=shape, offsets=(self.first, *(0 for _ in shape[1:])))
             else:
-                declare_split(tensor, [AXIS])
+                _declare_own(tensor)
 
     def _parts(self) -> Iterator[Tensor]:
         """What :meth:`declare` is about."""
@@ -111,8 +111,24 @@ class LocalExperts(nn.Module):
         return self
 
 
+def _declare_own(tensor: Tensor) -> None:
+    """A tensor of its own along the expert axis; along others it may be a part."""
+    said = split_of(tensor)
+    axes = [AXIS, *(axis for axis in said.axes if axis != AXIS)]
+    if isinstance(said.box, Box):
+        declare_split(tensor, axes, shape=said.shape, offsets=said.box.offsets)
+    else:
+        declare_split(tensor, axes, shape=said.shape, boxes=said.box)
+
+
 class Experts(LocalExperts):
-    """What a layer of this package has as its experts: called with rows that are sorted by expert."""
+    """What a layer of this package has as its experts: called with rows that are sorted by expert.
+
+    Attributes:
+        alike: those of all ranks have the same values yet, so that a mesh may say which ones are here.
+    """
+
+    alike = False
 
     def __init__(self, num_experts: int, *, ep_size: int = 1, ep_rank: int = 0) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ class ModuleExperts(Experts):
                 f"experts of ep_size={ep_size} that were built inside of zoo.zero.Init, which gives all ranks the "
                 "values of rank 0. Build them outside of it, or use GroupedExperts."
             )
-        self.list = nn.ModuleList(modules)
+        self.list, self.alike = nn.ModuleList(modules), copies
         declare_first(self.list, self.first)
         self._declare(whole=False)
 
@@ -56,6 +56,7 @@ class ModuleExperts(Experts):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Where there are all experts of the layer this rank takes its own."""
+        self.alike = False
         start = f"{prefix}list."
         given = {key: key[len(start) :].partition(".") for key in state_dict if key.startswith(start)}
         if self.num_local < self.num_experts and len({e for e, *_ in given.values()}) == self.num_experts:

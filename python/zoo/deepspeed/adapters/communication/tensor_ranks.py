@@ -5,7 +5,7 @@ Legend: T tensor-parallel ranks, which have the same batch; rank (d, t) is the d
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,10 +65,6 @@ def mesh_of(mpu: Any, model: nn.Module) -> Any:
     table: torch.Tensor = torch.tensor(groups).t().reshape(-1, size, len(groups))
     names = ("data", EXPERT, TENSOR) if size > 1 else ("data", TENSOR)
     mesh = DeviceMesh(device, table if size > 1 else table[:, 0], mesh_dim_names=names)
-    if size > 1:
-        for layer in model.modules():
-            if hasattr(layer, "move_experts"):
-                cast("Any", layer).move_experts(mesh.get_local_rank(EXPERT))
     declare_parts(model, mesh.get_local_rank(TENSOR), len(groups))
     check_repeated(model, mesh)
     return mesh

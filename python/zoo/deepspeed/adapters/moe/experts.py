@@ -123,12 +123,6 @@ class MoE(_Layer):  # type: ignore[misc]
         self.latest = _Latest(found[1], found[2])
         return found
 
-    def move_experts(self, ep_rank: int) -> None:
-        """Be this expert-parallel rank, which an mpu decides and the constructor cannot know. The experts keep their
-        values: at first they are copies of one module."""
-        self.experts.move(ep_rank)
-        self._dispatch.first = self.experts.first
-
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Find the ranks that share the experts, for a layer that runs without an engine; ``initialize`` does it by
         itself. A collective of the job, which calls it before a forward.
