@@ -158,6 +158,16 @@ def test_what_it_does_not_do_is_refused() -> None:
             layer_of(**{missing: -1})
 
 
+def test_values_of_other_types_are_told() -> None:
+    for wrong, told in (({"local_rank": "0"}, "local_rank is '0'"), ({"seed": "7"}, "seed is '7'; it must be a whole")):
+        with pytest.raises(ValueError, match=told):
+            layer_of(**wrong)
+    config = DeepSpeedTransformerConfig(**GIVEN)
+    for weights in ([None] * 8, 5):
+        with pytest.raises(ValueError, match=r"initial_weights is .*, and no tensors; it must have 8: query"):
+            DeepSpeedTransformerLayer(config, weights)  # type: ignore[arg-type]
+
+
 def test_given_weights_need_no_range() -> None:
     shapes = [(12, 12)] * 4 + [(12,), (48, 12), (12, 48), (12,)]
     config = DeepSpeedTransformerConfig(**{**GIVEN, "initializer_range": -1, "num_hidden_layers": -1})

@@ -20,6 +20,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from zoo.inference import Cache, cache_files, forecast
 from zoo.inject import inject
+from zoo.io import TransferError
 
 FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Mistral": {"sliding_window": 4}, "Qwen3": {}, "GPTNeoX": {}}
 
@@ -150,6 +151,20 @@ class _Failed:
 
     def wait(self) -> None:
         raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_file_that_could_not_be_read_ahead_is_read_later(tmp_path: Path) -> None:
+    """The buffer that was meant for it has another layer's numbers."""
+    cache: Any = Cache(LlamaConfig(num_hidden_layers=4), 8, folder=tmp_path)
+    for layer in (0, 1, 2, 3):
+        cache.update(*[torch.full((1, 2, 1, 4), float(layer))] * 2, layer)
+    cache.layers[3].keys  # noqa: B018 - waits until all is written
+    (file,) = tmp_path.glob("*/1.bin")
+    away = file.rename(tmp_path / "away")
+    with pytest.raises(TransferError, match=r"1\.bin"):
+        cache.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), 0)
+    away.rename(file)
+    assert cache.update(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4), 1)[0].eq(1).all()
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

@@ -246,8 +246,8 @@ class FileLayer(_Full):  # type: ignore[no-untyped-call]
         if not self.is_initialized or not self.length or self.files.holding(self) is not None:
             return
         buffer = self.files.free(self.room * self.token_bytes)
-        buffer.layer, buffer.writes, buffer.tokens = self, False, self.length
         buffer.pending = self.files.handle.async_pread(buffer.memory[: self.length * self.token_bytes], self.path)
+        buffer.layer, buffer.writes, buffer.tokens = self, False, self.length  # now: a file that is gone is not begun
 
     def place(self, rows: int, tokens: int, heads: int, dim: int, like: Tensor) -> None:
         """None: tokens come by :meth:`update`."""

@@ -137,9 +137,9 @@ class Streamed:
         """Read ahead."""
         while self._free and self._layers and self._layers[self._next].future is None:
             layer = self._layers[self._next]
-            layer.buffer = self._free.popleft()
-            into = layer.buffer[: layer.num_bytes]
+            into = self._free[0][: layer.num_bytes]
             layer.future = self._handle.async_pread(into, layer.path, checksum=layer.checksum)
+            layer.buffer = self._free.popleft()  # not before: a file that is gone or cut takes none
             self.bytes_read += layer.num_bytes
             self._next = (self._next + 1) % len(self._layers)
 

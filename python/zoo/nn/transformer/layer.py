@@ -80,8 +80,10 @@ class TransformerLayer(nn.Module):
                     getattr(self, name).zero_()
 
     def _take(self, what: str, given: Sequence[Tensor], end: str) -> None:
-        if len(given) != len(_INITIAL):
-            raise ValueError(f"{what} has {len(given)} tensors; it must have {len(_INITIAL)}: {', '.join(_INITIAL)}.")
+        tensors = hasattr(given, "__len__") and all(isinstance(value, Tensor) for value in given)
+        if not tensors or len(given) != len(_INITIAL):
+            said = f"has {len(given)} tensors" if tensors else f"is {given!r}, and no tensors"
+            raise ValueError(f"{what} {said}; it must have {len(_INITIAL)}: {', '.join(_INITIAL)}.")
         own = [getattr(self, name + end) for name in ("attn_qkv", "attn_o", "attn_n", "inter_", "output_", "norm_")]
         targets = [*own[0].chunk(3), *own[1:]]
         for k, (target, value, name) in enumerate(zip(targets, given, _INITIAL, strict=True)):

@@ -121,11 +121,12 @@ class DeepSpeedTransformerConfig:
             drawn["initializer_range"] = self.initializer_range
             if self.adjust_init_range:
                 drawn["num_hidden_layers"] = self.num_hidden_layers
+        seed: Any = None if type(self.seed) is int and self.seed < 0 else self.seed
         return TransformerLayerConfig(
             hidden_size=self.hidden_size, heads=self.heads, intermediate_size=self.intermediate_size,
             attn_dropout_ratio=self.attn_dropout_ratio, hidden_dropout_ratio=self.hidden_dropout_ratio,
             layer_norm_eps=self.layer_norm_eps, pre_layer_norm=self.pre_layer_norm,
-            adjust_init_range=self.adjust_init_range, seed=self.seed if self.seed >= 0 else None,
+            adjust_init_range=self.adjust_init_range, seed=seed,
             compute_dtype=torch.float16 if self.fp16 else None, normalize_invertible=self.normalize_invertible,
             gelu_checkpoint=self.gelu_checkpoint, attn_dropout_checkpoint=self.attn_dropout_checkpoint, **drawn,
         )  # fmt: skip

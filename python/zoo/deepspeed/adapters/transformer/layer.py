@@ -33,6 +33,8 @@ class DeepSpeedTransformerLayer(TransformerLayer):
     ) -> None:  # fmt: skip
         if not isinstance(config, DeepSpeedTransformerConfig):
             raise ValueError(f"config is a {type(config).__name__}; it must be a DeepSpeedTransformerConfig.")
+        if type(config.local_rank) is not int:
+            raise ValueError(f"local_rank is {config.local_rank!r}; it must be a whole number, as int() makes it.")
         if config.local_rank >= 0:
             get_accelerator().set_device(config.local_rank)
         super().__init__(config.layer_config(initialises=initial_weights is None), initial_weights, initial_biases)
