@@ -51,9 +51,10 @@ CLASSES: dict[str, Any] = {
 
 def build(name: str, model: Any, schedule: Schedule, **options: Any) -> ZeroOptimizer | TorchftDiLoCo:
     """A contender at stage 0, with these options of its own and of :class:`~zoo.zero.ZeroOptimizer`."""
+    options = schedule.options(name) | options
     if name == TORCHFT:
-        return TorchftDiLoCo(model, **schedule.options(name), **options)
-    return ZeroOptimizer(model, stage=0, optimizer=CLASSES[name], **schedule.options(name), **options)
+        return TorchftDiLoCo(model, **options)
+    return ZeroOptimizer(model, stage=0, optimizer=CLASSES[name], **options)
 
 
 def kind_of(optimizer: ZeroOptimizer | TorchftDiLoCo) -> str:

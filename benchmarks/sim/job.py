@@ -1,6 +1,7 @@
 """A training whose layers sleep: under a real clock as one rank of gloo, or as a simulated rank that says how long.
 
-``python -m benchmarks.sim.job SPEC``, started as one rank; rank 0 prints the seconds of each step.
+``python -m benchmarks.sim.job SPEC``, started as one rank; rank 0 prints of each step its seconds, and those in which
+threads of any rank were ready and had no core.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,15 +110,27 @@ def _pipeline(spec: dict[str, Any], begin: Any) -> None:
     begin(spec["steps"])
 
 
+def _without_a_core_s() -> float:
+    """Seconds for which this process's threads that still run were ready and had no core (Linux)."""
+    found = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found += int((task / "schedstat").read_text().split()[1])
+    return found / 1e9
+
+
 def main() -> None:
     """One rank with a real clock."""
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    times: list[float] = []
-    steps(spec, dist.get_rank(), lambda step: times.append(time.perf_counter()))
+    marks: list[tuple[float, float]] = []
+    steps(spec, dist.get_rank(), lambda step: marks.append((time.perf_counter(), _without_a_core_s())))
+    waits = torch.tensor([b[1] - a[1] for a, b in itertools.pairwise(marks)])
+    dist.all_reduce(waits)
     if dist.get_rank() == 0:
-        print(json.dumps([b - a for a, b in itertools.pairwise(times)]), flush=True)
+        spans = [b[0] - a[0] for a, b in itertools.pairwise(marks)]
+        print(json.dumps(list(zip(spans, waits.tolist(), strict=True))), flush=True)
     sys.stdout.flush()
     with contextlib.suppress(RuntimeError):  # whoever leaves first closes the connection
         dist.barrier()

@@ -36,14 +36,10 @@ def test_a_pipeline_takes_one_slot_more_than_it_has_micro_batches(schedule: str)
     ids=["stage 3", "pipeline"],
 )
 def test_it_is_within_five_percent_of_the_clock(spec: dict[str, Any]) -> None:
-    """A machine that does something else makes the clock's time longer, never shorter: the best of three."""
+    """A machine that does something else makes the clock's time longer, by at most what threads waited for a core."""
     found, _ = clock.simulated(spec)
-    errors = []
-    for _ in range(3):
-        try:
-            errors.append(abs(found / clock.clocked(spec) - 1))
-        except LinkError as error:
-            pytest.skip(f"no cable: {error}")
-        if errors[-1] < 0.05:
-            break
-    assert min(errors) < 0.05, errors
+    try:
+        seconds, waited = clock.clocked(spec)
+    except LinkError as error:
+        pytest.skip(f"no cable: {error}")
+    assert 0.95 * (seconds - waited) < found < 1.05 * seconds, (found, seconds, waited)
