@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import zoo.engine
 from zoo import sim
@@ -148,3 +149,23 @@ def test_experts_of_another_place_on_the_mesh_are_told_on_all_ranks() -> None:
             use_mesh(MixtureOfExperts(TopKGate(6, 4, k=1), experts), mesh)
 
     sim.run(4, fn, seed=0)
+
+
+def test_what_experts_drop_of_their_ranks_tokens_leaves_generators_alike() -> None:
+    def fn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        layer = MoE(6, nn.Dropout(0.5), num_experts=2, drop_tokens=False)
+        use_mesh(layer, mesh)
+        nn.init.zeros_(layer.gate.weight)  # no gradient comes from there
+        x = torch.ones(9, 6).requires_grad_()  # five tokens of one rank, four of the other
+        y, *_ = checkpoint(layer, x, use_reentrant=False)
+        y.sum().backward()
+        assert x.grad is not None
+        assert torch.equal(y.detach() == 0, x.grad == 0)  # computed again, the same masks
+        return y.detach(), torch.get_rng_state()
+
+    (first, state), (second, other) = sim.run(2, fn, seed=0)
+    assert torch.equal(first, second)
+    assert not torch.equal(first[:4] == 0, first[5:] == 0)
+    assert torch.equal(state, other)

@@ -243,3 +243,13 @@ def test_deepspeeds_ways_to_say_how_a_model_is_cut() -> None:
                 )
 
     sim.run(2, fn, seed=0)
+
+
+def test_an_optimizer_of_whole_tensors_is_told_that_no_stage_makes_parts_whole() -> None:
+    def fn(rank: int) -> None:
+        model = Model(SHAPE)
+        given = {name: value for name, value in document(2, 0, 1).items() if name != "optimizer"}
+        with pytest.raises(NotImplementedError, match=r"along the mesh axes \('tensor',\)\. Leave these axes out"):
+            zoo.engine.initialize(given, model, optimizer=torch.optim.Adafactor(model.parameters()))
+
+    sim.run(2, fn, seed=0)

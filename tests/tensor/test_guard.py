@@ -79,6 +79,8 @@ def test_parts_of_another_rank_are_not_loaded() -> None:
             RuntimeError, match=rf"words has the part of rank {1 - rank} of 2 .* this is rank {rank} of 2"
         ):
             model.load_state_dict(everyone[1 - rank])
+        with pytest.raises(RuntimeError, match=r"words\.weight: this is the whole tensor, .* zoo\.tensor\.load"):
+            model.load_state_dict(Decoder(SHAPE).state_dict())
 
     sim.run(2, fn, seed=0)
 

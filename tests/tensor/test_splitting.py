@@ -189,6 +189,11 @@ def test_what_does_not_fit_is_told_before_anything_changes() -> None:
     told(model, plan, "degree is at most 4", degree=5)
     more = replace(plan, rules=(*plan.rules, Rule(module="blocks.*.gate", rows="inner", cut="inner")))
     told(model, more, "no such modules; it has words")
+    again = Rule(module="blocks.0.perceptron.up", rows="inner", cut="inner")
+    second = r"has the rule blocks\.0\.perceptron\.up: .*, and before it blocks\.\*\.perceptron\.up: .* the first one"
+    told(model, replace(plan, rules=(*plan.rules, again)), second)
+    other = replace(plan.rules[0], columns="width", rows="", cut="width")
+    told(model, replace(plan, rules=(*plan.rules, other)), "the first one counts for words")
     told(model, replace(plan, sizes=(("head", 5),)), "makes multiples of")
     other = replace(plan, rules=(*plan.rules[:-1], Rule(module="head", columns="width", cut="width")))
     told(model, other, "one parameter, and the plan cuts it in two ways")
@@ -207,6 +212,19 @@ def test_what_does_not_fit_is_told_before_anything_changes() -> None:
             split(mine, plan, Communicator())
         with pytest.raises(IndexError, match="of a vocabulary of 13"):
             mine(torch.tensor([[1, 13]]))
+
+    sim.run(2, fn, seed=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_batch_of_nothing_goes_through(shape: tuple[int, int], overlap: bool) -> None:
+    def fn(rank: int) -> None:
+        model = Decoder(Shape())
+        split(model, plan_of(Shape()), Communicator(), overlap=overlap)
+        logits = model(torch.zeros(*shape, dtype=torch.int64))
+        assert logits.shape == (*shape, Shape().vocab)
+        logits.sum().backward()
 
     sim.run(2, fn, seed=0)
 

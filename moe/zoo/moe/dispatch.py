@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from zoo.comm import Communicator
 from zoo.kernels.gating import permute, unpermute
@@ -129,7 +130,7 @@ class Dispatcher:
         x = _in_autocast(x)
         if self.ep_size == 1:
             rows = permute(x.contiguous(), at.rows, num_rows=at.num_rows)
-            y = _as(rows, experts(rows, at.counts))
+            y = _as(rows, self._computed(experts, experts, rows, at.counts))
             other = None if beside is None else beside()
         elif self.comm is None:
             raise ValueError(
@@ -187,15 +188,26 @@ class Dispatcher:
         """Experts of a chunk on what has come, which lies sender by sender: sort by expert, and back."""
         run = experts if self.chunks == 1 else experts.part(chunk, self.chunks)
         if come.shape[1] == 1:
-            y = _as(x, run(x, come.sum(0)))
+            y = _as(x, self._computed(experts, run, x, come.sum(0)))
         else:
             to = _by_expert(come, x.shape[0])
-            y = unpermute(_as(x, run(permute(x, to, num_rows=x.shape[0]), come.sum(0))), to)
+            sorted_rows = permute(x, to, num_rows=x.shape[0])
+            y = unpermute(_as(x, self._computed(experts, run, sorted_rows, come.sum(0))), to)
         if torch.is_grad_enabled() and not y.requires_grad:
             # Only experts with parameters to train that got rows make a graph here, and a gradient comes back from all
             # ranks or from none.
             y = y.detach().requires_grad_()
         return y
+
+    def _computed(self, experts: Computes, run: Callable[..., Tensor], rows: Tensor, counts: Tensor) -> Tensor:
+        """``run`` of rows. Tensor-parallel ranks have other rows, and not as many: each draws for its own, and after
+        that all draw alike again, as they do for the tokens that all of them have."""
+        if self._tensor is None or not _draws(experts):
+            return run(rows, counts)
+        seed = int(torch.randint(2**62, ())) + self._tensor.rank
+        with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
+            torch.manual_seed(seed)
+            return run(rows, counts)
 
     def _order(self, device: torch.device) -> Tensor:
         """(E,): the place of each expert where those of one chunk lie together, in it rank by rank."""
@@ -203,6 +215,13 @@ class Dispatcher:
         size = self.num_local // self.chunks
         rank, local = e // self.num_local, e % self.num_local
         return (local // size * self.ep_size + rank) * size + local % size
+
+
+def _draws(experts: Any) -> bool:
+    """Whether they drop something now."""
+    return isinstance(experts, nn.Module) and any(
+        isinstance(module, _DropoutNd) and module.training and module.p > 0 for module in experts.modules()
+    )
 
 
 def _as(x: Tensor, y: Tensor) -> Tensor:

@@ -198,6 +198,18 @@ class Layer(nn.Module):
                     "for any rank and degree."
                 )
                 return
+        whole = [
+            prefix + name
+            for name, own in self._parameters.items()
+            if own is not None and split_of(own).shape not in (None, tuple(own.shape))
+            and tuple(getattr(state_dict.get(prefix + name), "shape", ())) == split_of(own).shape
+        ]  # fmt: skip
+        if whole:
+            error_msgs.append(
+                f"{', '.join(whole)}: this is the whole tensor, of which this rank has a part. zoo.tensor.load(model, "
+                "source) takes parts out of a checkpoint of whole tensors; or load before zoo.tensor.split."
+            )
+            return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

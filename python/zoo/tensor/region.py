@@ -199,7 +199,7 @@ class _Gather(torch.autograd.Function):
         ctx.comm, ctx.sizes = comm, sizes
         rows, most = x.numel() // max(x.shape[-1], 1), max(sizes)
         mine = x.new_zeros(rows, most)
-        mine[:, : x.shape[-1]] = x.reshape(rows, -1)
+        mine[:, : x.shape[-1]] = x.reshape(rows, x.shape[-1])  # rows may be none
         everyone = x.new_empty(comm.size, rows, most)
         comm.all_gather(everyone.view(-1), mine.view(-1), label="outputs").wait()
         parts = [everyone[rank, :, :size] for rank, size in enumerate(sizes)]

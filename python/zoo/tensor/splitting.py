@@ -232,7 +232,7 @@ def _changes(model: nn.Module, plan: Plan, setting: Setting, region: Region) -> 
         rule = plan.rule_of(path)
         if rule is None:
             continue
-        fitting.add(rule.module)
+        fitting.add(rule)
         if rule.inside and callable(getattr(type(module), "enter_mesh", None)):
             continue  # experts that see to it themselves what ranks of every axis have of them (zoo.layout.enter_mesh)
         if part_of(module) is not None:
@@ -244,15 +244,27 @@ def _changes(model: nn.Module, plan: Plan, setting: Setting, region: Region) -> 
                 "it whole, or write attention with linear layers of its own."
             )
         found.append(_change(path, module, rule, plan, setting, region))
-    missing = [rule.module for rule in plan.rules if rule.module not in fitting]
-    if missing:
-        paths = [path for path, module in model.named_modules() if path and not list(module.children())]
-        raise ValueError(
-            f"plan {plan.name!r} has rules for {', '.join(missing)}, and the model has no such modules; it has "
-            f"{', '.join(paths[:6])}, …"
-        )
+    _check_rules(model, plan, [rule for rule in plan.rules if rule not in fitting])
     _check_ties(found, model)
     return found
+
+
+def _check_rules(model: nn.Module, plan: Plan, unused: list[Rule]) -> None:
+    """Raise ValueError where rules are for no module, or for those that another rule is for already."""
+    for rule in unused:
+        path = next((path for path, _ in model.named_modules() if matches(rule.module, path)), None)
+        first = None if path is None else plan.rule_of(path)
+        if first is not None:
+            raise ValueError(
+                f"plan {plan.name!r} has the rule {rule}, and before it {first}; the first one counts for {path}. "
+                "Leave one of them out, or put the one for fewer modules first."
+            )
+    if unused:
+        paths = [path for path, module in model.named_modules() if path and not list(module.children())]
+        raise ValueError(
+            f"plan {plan.name!r} has rules for {', '.join(rule.module for rule in unused)}, and the model has no such "
+            f"modules; it has {', '.join(paths[:6])}, …"
+        )
 
 
 def _change(

@@ -73,8 +73,11 @@ def why_split(buckets: Sequence[Bucket], *, in_backward: bool) -> str | None:
             return "optimizer states on NVMe come and go in flat parts"
         part = next((name for name in bucket.spec.names if is_part(bucket.logical(name)[1])), None)
         if part is not None:
-            return f"{part!r} is a part along the mesh axes {bucket.spec.axes}"
+            return f"{part!r} {_PART} {bucket.spec.axes}"
     return None
+
+
+_PART = "is a part along the mesh axes"
 
 
 def has_whole_blocks(wrapped: Wrapped, buckets: Sequence[Bucket], *, in_backward: bool, tells: bool) -> bool:
@@ -107,11 +110,13 @@ def cannot_be_unsplit(
     name = getattr(wrapped.make, "__name__", str(wrapped.make))
     split = why_split(buckets, in_backward=in_backward)
     if split is not None:
+        way, others = "Use stage 0, or one rank, where nothing is split", "zoo.optim.Lamb and zoo.optim.Muon do"
+        if _PART in split:  # at every stage; and Muon has no way to add up what parts measure
+            way, others = "Leave these axes out of the mesh", "zoo.optim.Lamb does"
         return NotImplementedError(
-            f"{name} needs the parameters of the model whole and as they are: {tried.why_whole}. Here {split}. Use "
-            "stage 0, or one rank, where nothing is split; or an elementwise optimizer (SGD, Adam, AdamW, Adagrad, "
-            "RMSprop, ...); or one that says needs_whole_tensors and takes parts=, as zoo.optim.Lamb and "
-            f"zoo.optim.Muon do.{_CLASS if wrapped.cannot_rebuild is not None else ''}"
+            f"{name} needs the parameters of the model whole and as they are: {tried.why_whole}. Here {split}. {way}; "
+            "or use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...); or one that says "
+            f"needs_whole_tensors and takes parts=, as {others}.{_CLASS if wrapped.cannot_rebuild is not None else ''}"
         )
     masters = not getattr(wrapped.make, "keeps_masters", False)
     if tried.objects and not are_parameters(buckets, masters=masters):
