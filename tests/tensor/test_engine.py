@@ -20,7 +20,7 @@ from zoo import sim
 from zoo.layout import split_of
 from zoo.tensor import Parts
 from zoo.tensor.config import TensorParallelConfig
-from zoo.tensor.part import TensorParallelPart
+from zoo.tensor.part import TensorParallelPart, digest
 
 SHAPE = Shape(heads=6, kv=2, inner=9, vocab=11, bias=False)
 
@@ -253,3 +253,16 @@ def test_an_optimizer_of_whole_tensors_is_told_that_no_stage_makes_parts_whole()
             zoo.engine.initialize(given, model, optimizer=torch.optim.Adafactor(model.parameters()))
 
     sim.run(2, fn, seed=0)
+
+
+def test_batches_of_every_layout_are_compared() -> None:
+    one, other = torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.tensor([[0.0, 1.0], [3.0, 0.0]])
+    jagged = [torch.nested.nested_tensor([x[0], x[1, :1]], layout=torch.jagged) for x in (one, other)]
+    strided = [torch.nested.nested_tensor([x[0], x[1, :1]]) for x in (one, other)]
+    of_all = [jagged, strided]
+    of_all += [[make(x) for x in (one, other)] for make in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr)]
+    of_all += [[torch.complex(x, x).conj() for x in (one, other)]]
+    for first, second in of_all:
+        assert digest(first) == digest(first.clone())
+        assert digest(first) != digest(second)
+    assert digest(one.to("meta")) == digest(other.to("meta"))

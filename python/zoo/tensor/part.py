@@ -125,8 +125,17 @@ class TensorParallelPart:
 
 
 def digest(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, dtype, and a number that stands for the bits."""
-    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """Shape, dtype, and a number that stands for the bits; of a nested tensor those of its parts, and of a sparse one
+    those of its indices and values."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return tuple(map(digest, tensor.unbind()))
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_sparse_coo().coalesce()
+        return tuple(tensor.shape), digest(tensor.indices()), digest(tensor.values())
+    if tensor.is_meta:
+        return tuple(tensor.shape), str(tensor.dtype), 0
+    bits = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(bits.numpy().tobytes())
 
 
