@@ -37,6 +37,7 @@ from zoo.deepspeed.module_inject.layers import (
 )
 from zoo.deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 from zoo.deepspeed.runtime.tensor_parallel.config import AUTOTP_MODE, TPTrainingConfig, get_tensor_parallel_config
+from zoo.deepspeed.runtime.tensor_parallel.tp_manager import TpTrainingManager
 from zoo.deepspeed.utils import groups
 
 from zoo import deepspeed
@@ -467,3 +468,26 @@ def test_a_checkpoint_that_autotp_wrote_goes_on_at_any_degree(name: str, stage: 
         assert losses == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
     run(degree * data, fn)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_manager_cuts_a_model_by_the_plan_of_its_family(ranks: int) -> None:
+    hub = pytest.importorskip("tests.tensor.hub")
+    ids = torch.randint(53, (2, 5), generator=torch.Generator().manual_seed(1))
+    expected = hub.model_of("llama")(ids).logits
+
+    def fn(rank: int) -> None:
+        model = hub.model_of("llama")
+        if ranks > 1:
+            with pytest.raises(AssertionError, match="the tensor-parallel group is not there"):
+                TpTrainingManager(model, ranks, torch.float64)
+            trained(Layers(), {"tensor_parallel": {"autotp_size": ranks, "partition_config": SPECS}})  # for the ranks
+            with pytest.raises(ConfigError, match=r"TpTrainingManager\(tp_size=4\) where 2 ranks share layers"):
+                TpTrainingManager(model, 4, torch.float64)
+        manager = TpTrainingManager(model, ranks, torch.float64)
+        assert (manager.module, manager.tp_config.tp_size, manager.config.autotp_size) == (model, ranks, ranks)
+        assert manager.config.tensor_parallel.tp_size == ranks
+        assert model.model.layers[0].mlp.up_proj.weight.shape[0] == 22 // ranks
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-9, atol=1e-11)
+
+    run(ranks, fn)

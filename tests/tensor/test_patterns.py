@@ -186,6 +186,18 @@ def test_what_stays_whole_and_the_first_spec_count() -> None:
     assert plan_of_partition_config(Wide(), {"layer_specs": [other, skip]}, 2).rules == ()
 
 
+def test_specs_that_no_parameter_fits_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    up, down = {"patterns": [r".*\.up\.weight$"]}, {"patterns": [r".*\.down\.weight$"], "partition_type": "row"}
+    wrong = {"patterns": [r".*\.quary\.weight$"]}
+    plan = plan_of_partition_config(Decoder(Shape()), {"layer_specs": [up, down]}, 2)
+    assert not caplog.text
+    assert plan_of_partition_config(Decoder(Shape()), {"layer_specs": [up, down, wrong]}, 2) == plan
+    assert r"no parameter of Decoder matches column for .*\.quary\.weight$; what they were meant for" in caplog.text
+    caplog.clear()
+    plan_of_partition_config(Decoder(Shape()), {"layer_specs": [up, down, {**wrong, "model_types": ["x"]}]}, 2)
+    assert not caplog.text
+
+
 def test_heads_that_are_not_said_are_refused_by_name() -> None:
     shape = Shape(heads=4, kv=1, layout="parts")
     for wrong in (None, [3, -1], [[14, 5, 5], -1]):

@@ -131,7 +131,7 @@ def digest(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.is_nested:
         return tuple(map(digest, tensor.unbind()))
     if tensor.layout != torch.strided:
-        tensor = tensor.to_sparse_coo().coalesce()
+        tensor = tensor.to_sparse().coalesce()
         return tuple(tensor.shape), digest(tensor.indices()), digest(tensor.values())
     if tensor.is_meta:
         return tuple(tensor.shape), str(tensor.dtype), 0

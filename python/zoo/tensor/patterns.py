@@ -15,6 +15,7 @@ block. Of a row-parallel layer, ``partition_dim`` is the last one, and its block
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ from zoo.tensor.reading import check, listed, mapping
 from zoo.tensor.ways import Way, plan_of_ways
 
 Shape = tuple[int | tuple[int, ...], ...]
+_log = logging.getLogger("zoo.tensor")
 
 
 class PartitionType(Enum):
@@ -228,8 +230,20 @@ def plan_of_partition_config(
             f"no layer of {type(model).__name__} matches {'; '.join(map(str, specs)) or 'any spec, as there is none'}. "
             f"Its parameters are named {', '.join([name for name, _ in model.named_parameters()][:4])}, …"
         )
+    _tell_unused(model, read.layer_specs)
     name = "partition_config" if preset is None else f"partition_config, preset {preset}"
     return plan_of_ways(model, ways, name, degree=degree, heads=read.lm_head_patterns)
+
+
+def _tell_unused(model: nn.Module, specs: Iterable[LayerSpec]) -> None:
+    """Warn of specs that a program gives for all models and no parameter of this one fits: a word may be wrong."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    unused = [s for s in specs if not s.model_types and not any(map(s.matches, names))]
+    if unused:
+        _log.warning(
+            "partition_config: no parameter of %s matches %s; what they were meant for stays whole, or as other specs "
+            "say. Specs for other models have model_types.", type(model).__name__, "; ".join(map(str, unused)),
+        )  # fmt: skip
 
 
 def _ways(

@@ -54,12 +54,15 @@ class TpTrainingManager:
     """
 
     def __init__(self, model: nn.Module, tp_size: int, dtype: torch.dtype) -> None:
-        group = groups.get_tensor_model_parallel_group()
+        group = None if tp_size == 1 else groups.get_tensor_model_parallel_group()  # which a job without has not
         comm = comm_of(group)
-        if comm is None or comm.size != tp_size:
+        size = 1 if comm is None else comm.size
+        if size != tp_size:
             raise ConfigError(
-                f"TpTrainingManager(tp_size={tp_size}): {1 if comm is None else comm.size} ranks share layers."
+                f"TpTrainingManager(tp_size={tp_size}) where {size} ranks share layers: give that, or initialize "
+                f'a document with {{"tensor_parallel": {{"autotp_size": {tp_size}}}}}.'
             )
         self.module, self.tp_config = model, TPConfig(tp_size=tp_size, tp_group=group)
-        self.config = TPTrainingConfig(dtype=dtype, autotp_size=tp_size, tp=self.tp_config)
-        split(model, plan_of(model), comm)
+        self.config = TPTrainingConfig(dtype=dtype, autotp_size=tp_size, tp={"tp_size": tp_size})
+        if comm is not None:
+            split(model, plan_of(model), comm)
