@@ -14,6 +14,7 @@ import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.compile.models import Model, Shape, batch
+from tests.profiles import examples
 
 from zoo import sim
 from zoo.compile import check, compile_pass, compile_whole, register_compile_pass
@@ -123,6 +124,7 @@ def test_a_graph_is_what_the_hooks_are(name: str) -> None:
 
 
 @pytest.mark.slow
+@examples(times=0.2)
 @given(
     shape=st.builds(Shape, blocks=st.just(2), tied=st.booleans(), frozen=st.booleans(),
                     recomputed=st.booleans(), repeated=st.booleans()),
