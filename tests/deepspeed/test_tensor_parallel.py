@@ -327,6 +327,31 @@ def test_the_parser_says_the_row_parallel_layers_of_a_family() -> None:
     assert AutoTP.get_model_num_kv_heads(config) == 1
 
 
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("deepseek_v3", ("self_attn.o_proj", "mlp.down_proj", "mlp.shared_experts.down_proj")),
+        ("qwen2_moe", ("self_attn.o_proj", "mlp.shared_expert.down_proj", "mlp.down_proj")),
+        ("gpt_oss", ("self_attn.o_proj",)),
+    ],
+)
+def test_a_parsed_model_whose_layers_differ_is_cut(family: str, names: tuple[str, ...]) -> None:
+    hub = pytest.importorskip("tests.tensor.hub")
+    ids = torch.randint(53, (2, 5), generator=torch.Generator().manual_seed(1))
+    expected = hub.model_of(family)(ids).logits
+
+    def fn(rank: int) -> None:
+        model = hub.model_of(family)
+        ((_, found),) = AutoTP.tp_parser(model)
+        assert found == names
+        made = AutoTP(model, found, "", None, None, None)
+        made.set_tensor_parallel_config(2, dist.group.WORLD)
+        made._replace_module(model)
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-9, atol=1e-10)
+
+    run(2, fn)
+
+
 def test_specs_are_what_their_names_say() -> None:
     fused = TPLayerSpec([".*qkv"], PartitionType.COLUMN, shape=[[4, 2, 2], -1])
     assert (fused.has_unequal_sub_params(), fused.get_sub_param_sizes(), fused.get_num_sub_params()) == (

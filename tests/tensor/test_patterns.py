@@ -266,6 +266,9 @@ POLICIES = [
     ("gpt2", {"GPT2Block": ("attn.c_proj", "mlp.c_proj")}),
     ("mixtral", ("o_proj",)),
     ("t5", {"T5Block": ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}),
+    ("deepseek_v3", ("self_attn.o_proj", "mlp.down_proj", "mlp.shared_experts.down_proj")),
+    ("qwen2_moe", ("self_attn.o_proj", "mlp.shared_expert.down_proj", "mlp.down_proj")),
+    ("gpt_oss", ("o_proj",)),
 ]
 
 

@@ -83,7 +83,8 @@ def _ways_within(
     found: dict[str, Way] = {}
     for inner, layer in module.named_modules():
         full = f"{path}.{inner}" if path else inner
-        known = family is not None and family.rule_of(full) is not None
+        rule = family.rule_of(full) if family is not None else None
+        known = rule is not None and bool(rule.rows or rule.columns)
         if isinstance(layer, nn.Embedding):
             if not known:
                 raise ValueError(
@@ -102,10 +103,12 @@ def _ways_within(
 def _of_names(model: nn.Module, names: Sequence[str]) -> Policy:
     wanted = [name.strip(".") for name in names]
     for module in model.modules():
+        paths: dict[type[nn.Module], list[str]] = {}  # layers of one class may have other ones, such as experts
         for child in module.children() if isinstance(module, (nn.ModuleList, nn.Sequential)) else ():
-            paths = [path for path, layer in child.named_modules() if _is_linear(layer)]
-            if wanted and all(any(_ends_with(path, name) for path in paths) for name in wanted):
-                return {type(child): wanted}
+            paths.setdefault(type(child), []).extend(p for p, layer in child.named_modules() if _is_linear(layer))
+        for kind, found in paths.items():
+            if wanted and all(any(_ends_with(path, name) for path in found) for name in wanted):
+                return {kind: wanted}
     raise ValueError(
         f"the injection policy names {', '.join(names) or 'nothing'}, and {type(model).__name__} has no list of "
         "modules whose layers have all of these names. Name the class: {LlamaDecoderLayer: (...)}."

@@ -95,7 +95,12 @@ class _Reader:
         counts: list[tuple[str, Count]] = []
         takes = []
         if self.family is not None:
-            rules |= {path: rule for path, rule in self._of_family("rules", cut) if rule.partial or rule.outputs}
+            more = dict(self._of_family("rules", cut))
+            rules |= {
+                path: rule
+                for path, rule in more.items()
+                if rule.partial or rule.outputs or (rule.own and _beneath(path, cut))
+            }
             counts = list(self._of_family("counts", cut))
             used = dict(self._of_family("takes", cut))
             takes = [take for take in self.family.takes if any(matches(take.module, path) for path in used)]

@@ -105,17 +105,17 @@ class AutoTP:
             AssertionError: none is found.
         """
         family = family_of(model)
-        found: dict[type[nn.Module], tuple[str, ...]] = {}
+        found: dict[type[nn.Module], dict[str, None]] = {}  # of one class some may have experts, and others not
         for _, blocks in _lists(model):
             for path, block in blocks:
                 rows = [name for name, layer in block.named_modules() if _is_row(f"{path}.{name}", layer, family)]
                 if rows:
-                    found.setdefault(type(block), tuple(rows))
+                    found.setdefault(type(block), {}).update(dict.fromkeys(rows))
         if not found:
             raise AssertionError(
                 f"{type(model).__name__}: no row-parallel layer is found; give partition_config, or a plan."
             )
-        return list(found.items())
+        return [(kind, tuple(rows)) for kind, rows in found.items()]
 
     @staticmethod
     def supported(model: Any) -> bool:
