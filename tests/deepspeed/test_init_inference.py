@@ -240,6 +240,17 @@ def test_it_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- careless uses ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("injects", [False, True])
+def test_a_model_becomes_codes_after_an_engine_with_fast_layers(injects: bool) -> None:
+    """Its head was injected, and stayed numbers."""
+    model = model_of("Llama")
+    deepspeed.init_inference(model, **FP32, kernel_inject=True)
+    engine = deepspeed.init_inference(model, dtype=torch.int8, kernel_inject=injects)
+    once = deepspeed.init_inference(model_of("Llama"), dtype=torch.int8, kernel_inject=injects)
+    assert engine.not_packed == once.not_packed == {}
+    assert torch.equal(words(engine), words(once))
+
+
 def test_a_model_twice() -> None:
     model = model_of("Llama")
     expected = words(model)

@@ -167,6 +167,8 @@ def test_what_is_wrong_is_told() -> None:
         rollout.generate(REQUEST, SamplingConfig(max_new_tokens=2, temperature=-1))
     with pytest.raises(ValueError, match=r"temperature=None; it must be a number"):
         rollout.generate(REQUEST, SamplingConfig(max_new_tokens=2, temperature=None))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"top_k='5'; it must be a whole number"):
+        rollout.generate(REQUEST, SamplingConfig(max_new_tokens=2, top_k="5"))  # type: ignore[arg-type]
     off = SamplingConfig(max_new_tokens=2, temperature=0, top_k=None, top_p=None)
     assert rollout.generate(REQUEST, off).input_ids.shape == (3, 6)
     with pytest.raises(ValueError, match="prompt 1 has shape"):

@@ -145,6 +145,14 @@ def test_tokens_can_be_taken_back() -> None:
 
 def test_what_cannot_be_is_told() -> None:
     model = model_of("Llama")
+    for config in (model, None, {}):
+        with pytest.raises(ValueError, match=rf"config is a {type(config).__name__}, .*; give .* model\.config"):
+            Cache(config, 10)
+    with pytest.raises(ValueError, match="config is a NoneType"):
+        forecast(torch.nn.Linear(2, 2), rows=1, room=2)
+    unsigned = torch.float8_e8m0fnu  # powers of two
+    with pytest.raises(ValueError, match=r"dtype=torch\.float8_e8m0fnu; it must be .* that has signs"):
+        Cache(model.config, 10, dtype=unsigned)
     with pytest.raises(ValueError, match="room for 10 tokens a row; 10 are in it and 1 come"):
         model.generate(**prompts(), max_new_tokens=12, do_sample=False, cache=Cache(model.config, 10))
     with pytest.raises(ValueError, match="room for 5 tokens a row; 0 are in it and 7 come"):

@@ -193,8 +193,11 @@ def test_a_copy_records_for_itself() -> None:
     assert not torch.equal(graphs(torch.ones(1, 4))["a"], other(torch.ones(1, 4))["a"])
     graphs.clear()
     assert len(graphs) == 0
-    with pytest.raises(ValueError, match="most=0; at least one"):
-        Graphs(net, most=0)
+    for most in (0, "8"):
+        with pytest.raises(ValueError, match=f"most={most!r}; at least one"):
+            Graphs(net, most=most)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"devices='cuda'; it must be a tuple of types, such as \('cuda',\)"):
+        Graphs(net, devices="cuda")  # type: ignore[arg-type]
 
 
 class Writes(nn.Module):

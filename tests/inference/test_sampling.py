@@ -98,6 +98,9 @@ def test_what_cannot_be_is_told() -> None:
         with pytest.raises(ValueError, match=f"{name}="):
             Sampling(**{name: wrong})  # type: ignore[arg-type]
     one = torch.zeros(1, dtype=torch.int64)
+    for names in (5, ["a"], [0.5], [-4]):
+        with pytest.raises(ValueError, match=r"sequences.* must be .*whole number"):
+            Sampling().processor(names)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"it must be \(B, V\), and B of each"):
         Sampling().pick(torch.zeros(2, 3), one, one)
 

@@ -273,6 +273,8 @@ def test_a_file_that_is_damaged_stays_one_that_is_told(damage: str, tmp_path: Pa
 
 
 def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="stream got a str; give it a model"):
+        stream("gpt2", tmp_path, budget_bytes=1)  # type: ignore[arg-type]
     model = made()
     with pytest.raises(ValueError, match="2 buffers of the largest layer take 253952; give more"):
         stream(model, tmp_path, budget_bytes=200_000)

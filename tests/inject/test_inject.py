@@ -340,6 +340,12 @@ def test_without_kernels_a_token_is_attended_to_by_torch(monkeypatch: pytest.Mon
         assert torch.equal(generated(model), before)
 
 
+def test_what_is_no_model_is_told() -> None:
+    for wrong in ("gpt2", model_of("Llama").config, None):
+        with pytest.raises(ValueError, match=f"inject got a {type(wrong).__name__}; give it a model"):
+            inject(wrong)  # type: ignore[arg-type]
+
+
 def test_inject_twice_is_refused_and_detach_twice_is_nothing() -> None:
     model = model_of("Llama")
     detach(model)

@@ -15,6 +15,10 @@ from torch import nn
 from transformers import cache_utils
 
 Tensor = torch.Tensor
+KEPT = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz,
+    torch.float8_e5m2, torch.float8_e5m2fnuz,
+)  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -22,11 +26,16 @@ def windows_of(config: Any) -> list[int | None]:
     """How many tokens each layer of a model sees, the newest with them; None: all.
 
     Raises:
-        ValueError: a layer is neither of full nor of sliding attention.
+        ValueError: it is no configuration; a layer is neither of full nor of sliding attention.
     """
     config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     window = getattr(config, "sliding_window", None)
-    count = config.num_hidden_layers
+    count = getattr(config, "num_hidden_layers", None)
+    if not isinstance(count, int):
+        raise ValueError(
+            f"config is a {type(config).__name__}, which says no num_hidden_layers; give the configuration of a model "
+            "of transformers, model.config."
+        )
     kinds = getattr(config, "layer_types", None) or [SLIDING if window is not None else FULL] * count
     other = sorted(set(kinds) - {FULL, SLIDING})
     if other:
@@ -66,7 +75,7 @@ def forecast(
         ValueError: a number below 1; another dtype; layers that are neither of full nor of sliding attention.
     """
     check_numbers(rows=rows, room=room)
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
     probe = Cache(config, 1, keep_all=True, dtype=dtype)
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
@@ -108,8 +117,10 @@ class Cache(cache_utils.Cache):
     ) -> None:  # fmt: skip
         if type(room) is not int or room < 1:
             raise ValueError(f"room={room!r}; it must be a whole number of tokens, at least 1.")
-        if dtype is not None and not getattr(dtype, "is_floating_point", False):
-            raise ValueError(f"dtype={dtype!r}; it must be a floating dtype of torch, such as torch.bfloat16, or None.")
+        if dtype is not None and dtype not in KEPT:
+            raise ValueError(
+                f"dtype={dtype!r}; it must be a floating dtype that has signs, such as torch.bfloat16, or None."
+            )
         windows = windows_of(config)
         if folder is not None and device is not None:
             raise ValueError(f"device={device!r} and a folder: keys and values are kept in one of them.")

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zoo.inference.cache import Cache, check_numbers
-from zoo.inference.sampling import Sampling, Words, check_places
+from zoo.inference.sampling import Sampling, Words
+from zoo.inference.sampling import numbers_of as whole_numbers
 from zoo.inference.scoring import logprob
 from zoo.inference.slots import Slots, Step
 from zoo.inference.together import Together
@@ -141,13 +142,9 @@ def numbers_of(sequences: Sequence[int] | None, count: int) -> list[int]:
     Raises:
         ValueError: they are another number, or one is no number of a sequence.
     """
-    try:
-        found = list(range(count)) if sequences is None else [operator.index(one) for one in sequences]
-    except TypeError as error:
-        raise ValueError(f"sequences={sequences!r}; they must be whole numbers, one for each prompt.") from error
+    found = list(range(count)) if sequences is None else whole_numbers(sequences)
     if len(found) != count:
         raise ValueError(f"there are {count} prompts and {len(found)} sequences; give one for each, or none.")
-    check_places("sequences", found)
     return found
 
 

@@ -79,8 +79,10 @@ class Graphs:
     def __init__(
         self, model: nn.Module, *, most: int = 8, record: Recorder | None = None, devices: tuple[str, ...] = ("cuda",)
     ) -> None:
-        if most < 1:
-            raise ValueError(f"most={most}; at least one kind of call has to be kept.")
+        if type(most) is not int or most < 1:
+            raise ValueError(f"most={most!r}; at least one kind of call has to be kept, a whole number of them.")
+        if isinstance(devices, str):
+            raise ValueError(f"devices={devices!r}; it must be a tuple of types, such as ({devices!r},).")
         self.model, self.most, self.devices = model, most, devices
         self._record: Recorder = record_on_cuda if record is None else record
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()

@@ -8,6 +8,7 @@ u = (w + 1/2)/2^32 and g = -log(-log u), standard Gumbel. argmax(z + g) over tok
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -173,7 +174,7 @@ class Sampling:
         Args:
             sequences: the number of each row's sequence; None: 0, 1, ...
         """
-        return Processor(self, sequences)
+        return Processor(self, None if sequences is None else numbers_of(sequences))
 
     def noise(self, sequence: int, position: int, tokens: Tensor) -> Tensor:
         """g of these tokens (int64), fp64."""
@@ -189,6 +190,20 @@ class Sampling:
 
 def _gumbel(u: Tensor) -> Tensor:
     return -torch.log(-torch.log(u))
+
+
+def numbers_of(sequences: Sequence[int]) -> list[int]:
+    """As whole numbers.
+
+    Raises:
+        ValueError: one is none, or is no number of a sequence.
+    """
+    try:
+        found = [operator.index(one) for one in sequences]
+    except TypeError as error:
+        raise ValueError(f"sequences={sequences!r}; they must be whole numbers, one for each prompt.") from error
+    check_places("sequences", found)
+    return found
 
 
 def check_places(name: str, places: Sequence[int]) -> None:

@@ -285,6 +285,9 @@ def stream(
         ValueError: the budget does not hold the buffers; a model that trains, has an optimizer of zoo, is streamed, is
             on another device, or is on "meta" without weights, or of other shapes; no layers. Files are removed then.
     """
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        raise ValueError(f"zoo.inference.stream got a {type(given).__name__}; give it a model, an nn.Module.")
     map_large_blocks()
     give_back_free_blocks()
     layers = find_blocks(model, blocks, "zoo.inference.stream")

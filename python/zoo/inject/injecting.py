@@ -64,9 +64,12 @@ def inject(model: nn.Module, *, invariant: bool = False) -> Injection:
         What is injected, and what is not and why, which is logged too.
 
     Raises:
-        ValueError: the model is injected, or nothing in it can be, or, invariant, not all: with the reasons. Nothing is
-            changed then.
+        ValueError: it is no model, or injected, or nothing in it can be, or, invariant, not all: with the reasons.
+            Nothing is changed then.
     """
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        raise ValueError(f"inject got a {type(given).__name__}; give it a model of transformers, loaded.")
     if any(STATE in module.__dict__ for module in model.modules()):
         raise ValueError("the model is injected; zoo.inject.detach(model) comes before another inject(model).")
     ranks = _ranks(model)

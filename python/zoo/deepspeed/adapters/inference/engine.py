@@ -259,8 +259,11 @@ def _graphs(model: nn.Module, config: DeepSpeedInferenceConfig) -> Graphs | None
 def _make(engine: InferenceEngine) -> None:
     """Everything but fast layers. Collective over the ranks that share the model."""
     from zoo.deepspeed.adapters.inference import codes, ranks, weights
+    from zoo.inject import detach
 
     model, config = engine.module, engine._config
+    if config.replace_with_kernel_inject or config.dtype is torch.int8 or config.quant.weight.post_init_quant:
+        detach(model)  # of an earlier engine: a head that is injected is not packed
     comm = ranks.ranks_of(config)
 
     def prepared() -> tuple[Any, Any, bool, Any]:

@@ -149,7 +149,9 @@ def _sampling(given: SamplingConfig) -> Sampling:
     from zoo.inference import Sampling
 
     seed = int(torch.randint(2**62, ()))
-    top_k = 0 if given.top_k is None or given.top_k < 0 else given.top_k
+    top_k = given.top_k
+    if top_k is None or (type(top_k) is int and top_k < 0):
+        top_k = 0
     top_p = 1.0 if given.top_p is None else _number("top_p", given.top_p)
     return Sampling(temperature=_number("temperature", given.temperature), top_k=top_k, top_p=top_p, seed=seed)
 
