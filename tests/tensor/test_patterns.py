@@ -246,6 +246,8 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
                                          {"patterns": [rf"{SELF}qkv_proj\.weight$"]}, LLAMA[1]]}}),
     ("gpt2", {"config": {"layer_specs": [{"patterns": [r".*\.c_attn\.weight", r".*\.c_fc\.weight"]},
                                          {"patterns": [r".*\.c_proj\.weight"], "partition_type": "row"}]}}),
+    ("t5", {"config": {"layer_specs": [{"patterns": [r".*\.(q|k|v|wi)\.weight"]},  # biases of heads are the family's
+                                       {"patterns": [r".*\.(o|wo)\.weight"], "partition_type": "row"}]}}),
 ]  # fmt: skip
 
 

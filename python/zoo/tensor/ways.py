@@ -96,11 +96,7 @@ class _Reader:
         takes = []
         if self.family is not None:
             more = dict(self._of_family("rules", cut))
-            rules |= {
-                path: rule
-                for path, rule in more.items()
-                if rule.partial or rule.outputs or (rule.own and _beneath(path, cut))
-            }
+            rules |= {path: rule for path, rule in more.items() if self._follows(path, rule, cut)}
             counts = list(self._of_family("counts", cut))
             used = dict(self._of_family("takes", cut))
             takes = [take for take in self.family.takes if any(matches(take.module, path) for path in used)]
@@ -118,6 +114,11 @@ class _Reader:
             takes=tuple(takes),
             layers=self.family.layers if self.family is not None else "",
         )
+
+    def _follows(self, path: str, rule: Rule, cut: set[str]) -> bool:
+        """Whether a rule of the family is for what has to be dealt where heads are."""
+        biases = self._embeds(path) and rule.cut in _ALL  # a number for each head
+        return rule.partial or bool(rule.outputs) or biases or (bool(rule.own) and _beneath(path, cut))
 
     # -- what the family says -----------------------------------------------------------------------------------------
 
