@@ -163,5 +163,11 @@ def test_what_one_rank_refuses_all_do(placement: Any) -> None:
         numbers = torch.tensor([2 * rank])  # any whole numbers
         again = rollout.generate(good, sequences=numbers, max_new_tokens=2)  # type: ignore[arg-type]
         assert torch.equal(again[0], right[0])
+        once = rollout.generate((one for one in good), max_new_tokens=2)  # type: ignore[arg-type]
+        assert torch.equal(once[0], right[0])
+        scored = rollout.score((one for one in good), (one for one in once))  # type: ignore[arg-type]
+        assert torch.equal(scored[0], rollout.score(good, right)[0])
+        with pytest.raises(ValueError, match="answers=None; give a list"):
+            rollout.score(good, None)  # type: ignore[arg-type]
 
     sim.run(2, fn)

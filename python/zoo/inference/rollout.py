@@ -159,14 +159,17 @@ class Rollout:
     ) -> list[Tensor] | Generated:  # fmt: skip
         """See :func:`zoo.inference.generate`, whose options these are, alike on all ranks."""
 
+        own: list[Tensor] = []
+
         def checked() -> tuple[list[Any], list[int] | None]:
-            rows = [one.tolist() for one in token_ids(self.model, prompts)]
+            own.extend(token_ids(self.model, prompts))
+            rows = [one.tolist() for one in own]
             return rows, None if sequences is None else numbers_of(sequences, len(rows))
 
         everyone = self._gathered("generate", checked, options)
         self.refresh()
         in_place, mine = self.placement == "in_place", slice(*everyone.own)
-        rows, numbers = (prompts, everyone.numbers[mine]) if in_place else (everyone.rows, everyone.numbers)
+        rows, numbers = (own, everyone.numbers[mine]) if in_place else (everyone.rows, everyone.numbers)
         with _generating(self.model):
             found: Any = generate(self.model, rows, sequences=numbers, **options)
         mine = slice(None) if in_place else mine
@@ -179,18 +182,21 @@ class Rollout:
         self, prompts: Sequence[Tensor | Sequence[int]], answers: Sequence[Tensor | Sequence[int]]
     ) -> list[Tensor]:  # fmt: skip
         """See :func:`zoo.inference.score`."""
+        texts: list[Tensor] = []
+        others: list[Tensor] = []
 
         def checked() -> tuple[list[Any], None]:
-            if len(prompts) != len(answers):
-                raise ValueError(f"there are {len(prompts)} prompts and {len(answers)} answers; give one for each.")
-            texts, others = token_ids(self.model, prompts), token_ids(self.model, answers, "answer", least=0)
+            texts.extend(token_ids(self.model, prompts))
+            others.extend(token_ids(self.model, answers, "answer", least=0))
+            if len(texts) != len(others):
+                raise ValueError(f"there are {len(texts)} prompts and {len(others)} answers; give one for each.")
             return [[one.tolist(), other.tolist()] for one, other in zip(texts, others, strict=True)], None
 
         everyone = self._gathered("score", checked, {})
         self.refresh()
         with _generating(self.model):
             if self.placement == "in_place":
-                return score(self.model, prompts, answers)
+                return score(self.model, texts, others)
             found = score(self.model, [one for one, _ in everyone.rows], [other for _, other in everyone.rows])
         return found[slice(*everyone.own)]
 
