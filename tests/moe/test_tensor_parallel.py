@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -131,6 +132,50 @@ def test_a_layer_whose_experts_ranks_share_beside_ranks_that_share_layers(
         assert own == [pytest.approx(losses[:2] if len(own[0]) == 2 else losses[2:], rel=1e-9)] * len(own)
     assert found[0][1] == pytest.approx(norm, rel=1e-9)
     torch.testing.assert_close(found[0][2], whole, rtol=1e-9, atol=1e-11)
+
+
+class Grouped(Words):
+    """Experts whose matrices are one tensor, which a plan cuts inside."""
+
+    def __init__(self, gated: bool, degree: int) -> None:
+        super().__init__(cut=False)
+        place = dist.get_rank() // degree
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            experts = GroupedExperts(4, 6, 8, gated=gated, bias=True, ep_size=2, ep_rank=place)
+            self.moe: Any = MixtureOfExperts(TopKGate(6, 4, k=1), experts, repeated=False).double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        return F.cross_entropy(self.head(x + self.moe(x).output)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(("gated", "stage"), [(False, 0), (True, 3)])
+def test_experts_of_one_tensor_are_parts_along_both_axes(gated: bool, stage: int) -> None:
+    up = "part=2 inner" if gated else "inner"
+    inside = (("up", -1, up), ("up_bias", -1, up), ("down", -2, "inner"))
+    plan = Plan("mine", rules=(Rule(module="moe.experts", inside=inside, once=("down_bias",), cut="inner"),))
+
+    def job(degree: int) -> list[Any]:
+        def fn(rank: int) -> Any:
+            given = document(False, stage, degree)
+            if degree > 1:
+                given["tensor_parallel"]["plan"] = plan.as_data()
+            engine = zoo.engine.initialize(given, Grouped(gated, degree))[0]
+            for step in range(2):
+                ids = torch.randint(8, (2, 6), generator=torch.Generator().manual_seed(step))
+                engine.backward(engine(ids[engine.batch_rank :: engine.batch_ranks]))
+                engine.step()
+            found = float(engine.get_global_grad_norm()), engine.optimizer.consolidated_parameters()
+            engine.destroy()
+            return found
+
+        return sim.run(2 * degree, fn, seed=0)
+
+    norm, whole = job(1)[0]
+    for found, parameters in job(2):
+        assert found == pytest.approx(norm, rel=1e-9)
+        torch.testing.assert_close(parameters, whole, rtol=1e-9, atol=1e-11)
 
 
 def test_parts_of_experts_that_get_other_tokens_are_told() -> None:

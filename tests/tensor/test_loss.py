@@ -137,6 +137,11 @@ def test_other_losses_and_heads_are_told() -> None:
         split(model, plan_of(shape), Communicator())
         with pytest.raises(ValueError, match="has the loss None"):
             in_parts(model, "head")
+        twice = llama()
+        split(twice, plan_of_llama(), Communicator())
+        in_parts(twice)
+        with pytest.raises(ValueError, match="LlamaForCausalLM computes its loss in parts already"):
+            in_parts(twice)
         comm = Communicator()
         with pytest.raises(ValueError, match="allowed are 'mean'"):
             cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), 0, comm, reduction="max")

@@ -192,6 +192,11 @@ def in_parts(model: nn.Module, head: str = "lm_head") -> None:
     if part is None or part.sizes is None:
         raise ValueError(f"{head} is not split with gathered outputs; there is nothing to keep in parts.")
     own = getattr(base, "loss_function", None)
+    if isinstance(own, ModelLoss):
+        raise ValueError(
+            f"{type(base).__name__} computes its loss in parts already, by in_parts or vocab_parallel_lm_head; leave "
+            "one of them out."
+        )
     if getattr(own, "__name__", "") != "ForCausalLMLoss":
         raise ValueError(
             f"{type(base).__name__} has the loss {getattr(own, '__name__', own)!r}; in parts is computed that of a "

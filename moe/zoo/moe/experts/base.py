@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zoo.layout import Box, declare_split, split_of
+from zoo.layout import Box, Boxes, Laid, boxes_of, declare_split, split_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -78,11 +78,7 @@ class LocalExperts(nn.Module):
                 mark_expert(tensor)
             if self.num_local == self.num_experts:
                 continue
-            if self._whole:
-                shape = (self.num_experts, *tensor.shape[1:])
-                declare_split(tensor, [AXIS], shape=shape, offsets=(self.first, *(0 for _ in shape[1:])))
-            else:
-                _declare_own(tensor)
+            _declare(tensor, self.num_experts if self._whole else None, self.first)
 
     def _parts(self) -> Iterator[Tensor]:
         """What :meth:`declare` is about."""
@@ -111,14 +107,22 @@ class LocalExperts(nn.Module):
         return self
 
 
-def _declare_own(tensor: Tensor) -> None:
-    """A tensor of its own along the expert axis; along others it may be a part."""
+def _declare(tensor: Tensor, num_experts: int | None, first: int) -> None:
+    """A part, from expert ``first`` on, of one tensor over all experts, or a tensor of its own (None). Along other axes
+    it may be a part already."""
     said = split_of(tensor)
-    axes = [AXIS, *(axis for axis in said.axes if axis != AXIS)]
-    if isinstance(said.box, Box):
-        declare_split(tensor, axes, shape=said.shape, offsets=said.box.offsets)
-    else:
-        declare_split(tensor, axes, shape=said.shape, boxes=said.box)
+    others = [axis for axis in said.axes if axis != AXIS]
+    if said.shape is None or not others:
+        shape = None if num_experts is None else (num_experts, *tensor.shape[1:])
+        offsets = None if shape is None else (first, *(0 for _ in shape[1:]))
+        declare_split(tensor, [AXIS, *others], shape=shape, offsets=offsets)
+        return
+    laid = () if said.box is None else boxes_of(said.box)
+    shape = said.shape
+    if num_experts is not None:
+        shape = (num_experts, *shape[1:])
+        laid = tuple(Laid(one.place, Box((first + one.place[0], *one.box.offsets[1:]), one.box.sizes)) for one in laid)
+    declare_split(tensor, [AXIS, *others], shape=shape, boxes=Boxes(tuple(tensor.shape), laid))
 
 
 class Experts(LocalExperts):
