@@ -242,3 +242,7 @@ def test_what_cannot_be_is_told_before_anything_is_computed() -> None:
     with pytest.raises(ValueError, match="no causal model of transformers"):
         generate(torch.nn.Linear(2, 2).eval(), prompts, max_new_tokens=2)
     assert not calls
+    empty = model_of("Llama").to("meta")
+    for call in (lambda: generate(empty, prompts, max_new_tokens=2), lambda: score(empty, prompts, prompts)):
+        with pytest.raises(ValueError, match=r"parameters of LlamaForCausalLM are on the meta device, .*; load them"):
+            call()

@@ -18,13 +18,19 @@ def config_of(model: nn.Module) -> Any:
 
 
 def check_model(model: nn.Module, use: str) -> None:
-    """Raise ValueError unless it is a causal model of transformers in eval mode."""
+    """Raise ValueError unless it is a causal model of transformers in eval mode, with values."""
     if not hasattr(model, "config") or not hasattr(model, "generate"):
         raise ValueError(
             f"{type(model).__name__} is no causal model of transformers, which has a config and generates."
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} has an encoder; {use} is for decoders alone.")
+    first = next(model.parameters(), None)
+    if first is not None and first.is_meta:
+        raise ValueError(
+            f"parameters of {type(model).__name__} are on the meta device, without values; load them, or give it to "
+            "zoo.inference.stream with weights."
+        )
     if model.training:
         raise ValueError("the model is in training mode, with dropout; call model.eval() first.")
 
