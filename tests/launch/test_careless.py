@@ -14,8 +14,9 @@ import pytest
 from tests.launch.jobs import LAUNCH, basics, launched, new_mark
 
 from zoo.launch import exports, hosts
-from zoo.launch.agent import Start
+from zoo.launch.agent import Agent, Start, _Rank
 from zoo.launch.job import Job
+from zoo.launch.supervisor import Supervisor, _Node
 
 
 def run(folder: Path, script: str, *arguments: str, **variables: str) -> tuple[int, bytes, bytes]:
@@ -190,6 +191,7 @@ def test_a_port_of_the_environment_that_is_none(tmp_path: Path) -> None:
         ({"grace_s": float("nan")}, "have to be numbers from 0 on"),
         ({"finish_s": float("inf")}, "finish_s is inf"),
         ({"ssh": " "}, "the command for other hosts is empty"),
+        ({"ssh": "ssh -i 'my key"}, "which no shell can read .No closing quotation.; correct --ssh"),
         ({"hosts": {"a": [0], "-oProxyCommand=x": [0]}}, "ssh would take it for an option"),
         ({"hosts": {"localhost": [0], "b": [0]}}, "rank 0 would be on 'localhost'.* by which b can reach it"),
         ({"hosts": {"a": [0], "localhost": [0]}, "max_restarts": 1, "min_nodes": 1}, "would be on 'localhost'"),
@@ -257,3 +259,58 @@ def test_addresses_of_hosts() -> None:
     for text in ("[fe80::1", "[fe80::1]1", "[fe80::1]:"):
         with pytest.raises(ValueError, match="does not name a host"):
             hosts.parse_host(text)
+
+
+@pytest.mark.dear
+def test_a_script_by_a_link_has_the_modules_beside_the_script(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/beside.py").write_text("there = 'found'")
+    (tmp_path / "real/train.py").write_text("import beside; print(beside.there)")
+    (tmp_path / "script.py").symlink_to("real/train.py")
+    command = [sys.executable, *LAUNCH, str(tmp_path / "script.py")]
+    environment = {**os.environ, **basics(tmp_path, new_mark())}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (0, b"found\n"), done.stderr
+
+
+MEET = """
+import datetime
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
+print(dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_meet_where_a_rank_of_torchrun_starts_a_launcher(tmp_path: Path) -> None:
+    of_torchrun = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1"}
+    code, said, errors = run(tmp_path, MEET, "--ranks", "2", **of_torchrun)
+    assert (code, said) == (0, b"2\n"), errors
+
+
+def test_a_launcher_speaks_where_another_rank_than_0_starts_it(tmp_path: Path) -> None:
+    code, _, said = run(tmp_path, "", "--ranks", "0", RANK="1", WORLD_SIZE="2")
+    assert (code, said) == (2, b"zoo: rank 1: --num_gpus is 0; give 1 or more, or leave it out for all.\n")
+
+
+def test_what_a_rank_leaves_behind_may_print_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent(0)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    endless = open("/dev/zero", "rb", buffering=0)  # noqa: SIM115  (the agent closes it)
+    rank = _Rank(0, ended, {}, [endless])
+    monkeypatch.setattr(agent._selector, "unregister", lambda _: None)
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(agent._outlet, "say", said.append)
+    agent._ended(rank, 0)
+    assert endless.closed
+    assert [event["exit"] for event in said] == [0]
+
+
+def test_rank_0_is_reached_without_the_name_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = Supervisor(Job(command=["x.py"], hosts={"me@a": [0], "me@b": [0]}))
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(supervisor, "_tell", lambda node, command: told.append(command["start"]))
+    supervisor._begin([_Node(host, [0], subprocess.Popen(["true"])) for host in ("me@a", "me@b")])
+    assert [start["environment"]["MASTER_ADDR"] for start in told] == ["a", "a"]

@@ -85,6 +85,10 @@ def test_filters_that_cannot_be(include: str, exclude: str, said: str) -> None:
         hosts.select({"a": [0], "b": [0, 1]}, include, exclude)
 
 
+def test_a_host_that_is_named_whole_is_whole_whatever_slots_are_named_too() -> None:
+    assert hosts.parse_filter("a:0@b@a") == hosts.parse_filter("a@b@a:0") == {"a": [], "b": []}
+
+
 def test_the_first_hosts_and_slots() -> None:
     there = {"a": [0, 2, 3], "b": [1, 2]}
     assert hosts.first(there) == there

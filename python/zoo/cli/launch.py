@@ -83,7 +83,7 @@ def launch(
     Options come before SCRIPT. What fails first is named at the end; nothing is left running, however it ends.
     """
     kind = ["-m"] if module else ["--no-python"] if no_python else []
-    with one_sentence(shared=True):
+    with one_sentence(shared=False):  # it is no rank, also where a rank starts it
         if write is not None and write.suffix in (".sbatch", ".yaml", ".yml"):
             command = [*_given(context, write, _WRITTEN, _PASSED_ON), *kind, script, *(arguments or ())]
             _write(write, command, num_nodes, num_gpus, master_port, image, grace_s)
@@ -91,6 +91,11 @@ def launch(
         from zoo.launch.job import Job
         from zoo.launch.supervisor import Supervisor
 
+        if hostfile is not None and node_rank is not None:
+            raise ValueError(
+                "--hostfile is for one launcher, which starts all hosts, and --node_rank for a launcher on each of "
+                "them; leave one of them out."
+            )
         more: dict[str, Any] = {} if ssh is None else {"ssh": ssh}
         place = _node(node_rank, num_nodes) if hostfile is None else None
         if place is not None:

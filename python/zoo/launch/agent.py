@@ -36,6 +36,8 @@ from zoo.launch.silence import Beats, Silence
 _STARTUP_OF_WORKER = [sys.executable, "-m", "zoo.launch.worker"]
 _KEPT = 8192
 """Characters of a rank's output that are told when it fails."""
+_FULL_PIPE = 32
+"""Reads of 64 KiB that empty a pipe, of which Linux makes none larger than 1 MiB unless root asks for more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,8 +322,9 @@ class Agent:
         moment = time.time()
         names = {id(rank.process.stdout): "stdout", id(rank.process.stderr): "stderr"}
         for file in list(rank.files):
-            while file in rank.files and self._read(rank, file, names.get(id(file), "")):
-                pass
+            for _ in range(_FULL_PIPE):  # all that it wrote; one that it has left may write for ever
+                if file not in rank.files or not self._read(rank, file, names.get(id(file), "")):
+                    break
             if file in rank.files:  # a process that it has left holds the other end
                 self._close(rank, file)
         for log in rank.logs.values():

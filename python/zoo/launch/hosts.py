@@ -77,10 +77,12 @@ def parse_filter(text: str) -> dict[str, list[int]]:
         ValueError: it is written otherwise.
     """
     found: dict[str, set[int]] = {}
+    whole = set()
     for one in text.split("@"):
         host, slots = parse_host(one)
         found.setdefault(host, set()).update(slots)
-    return {host: sorted(slots) for host, slots in found.items()}
+        whole |= set() if slots else {host}
+    return {host: [] if host in whole else sorted(slots) for host, slots in found.items()}
 
 
 def parse_host(text: str) -> tuple[str, list[int]]:

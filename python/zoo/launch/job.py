@@ -93,7 +93,13 @@ class Job:
         world = sum(map(len, self.hosts.values())) * self.nodes
         if wrong := [rank for rank in self.shown or () if not 0 <= rank < world]:
             raise ValueError(f"rank {wrong[0]} is to be shown, and ranks are 0 to {world - 1}; give some of these.")
-        if not shlex.split(self.ssh):
+        try:
+            words = shlex.split(self.ssh)
+        except ValueError as error:
+            raise ValueError(
+                f"the command for other hosts is {self.ssh!r}, which no shell can read ({error}); correct --ssh."
+            ) from None
+        if not words:
             raise ValueError("the command for other hosts is empty; give --ssh such as 'ssh -p 2222', or leave it out.")
         self._check_hosts()
         if self.port is not None and not 0 < self.port < 65_536:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -63,6 +64,7 @@ class Supervisor:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._name = f"zoo-{uuid.uuid4().hex[:12]}"  # no process number: in a container that is always the same
         self._nodes: list[_Node] = []
         self._failures: list[Failure] = []
         self._selector = selectors.DefaultSelector()
@@ -191,11 +193,13 @@ class Supervisor:
     def _begin(self, nodes: list[_Node]) -> None:
         job, here = self._job, sum(len(node.slots) for node in nodes)
         world, first = here * job.nodes, here * job.node
-        address = job.address or ("127.0.0.1" if len(nodes) == 1 else nodes[0].host)
+        address = job.address or ("127.0.0.1" if len(nodes) == 1 else nodes[0].host.rpartition("@")[2])
         port = job.port or free_port()
         variables = {
             **job.environment, "MASTER_ADDR": address, "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": f"zoo-{os.getpid()}", "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+            "TORCHELASTIC_RUN_ID": self._name, "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+            # The store is rank 0's, whatever a torchrun says in which this launcher runs.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
         }  # fmt: skip
         for place, node in enumerate(nodes):
             ranks = list(range(first, first + len(node.slots)))

@@ -61,7 +61,7 @@ def _settle() -> tuple[int, int]:
 def _run_script(arguments: list[str]) -> None:
     """The script is ``__main__``, as the processes that it starts expect."""
     sys.argv = arguments
-    sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+    sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))  # modules are where the script is, not a link to it
     space = sys.modules["__main__"].__dict__
     builtins = space["__builtins__"]
     with open(arguments[0], "rb") as file:
