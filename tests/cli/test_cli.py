@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -358,3 +359,13 @@ def test_a_disk_that_takes_no_more_is_one_sentence(number: int, capsys: pytest.C
         raise OSError(number, os.strerror(number), "runs/log.jsonl")
     assert ended.value.code == failure.USER_ERROR
     assert capsys.readouterr().err == f"zoo: runs/log.jsonl: {os.strerror(number)}\n"
+
+
+def test_a_reader_that_goes_away_ends_a_command_without_a_word() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "wb") as nobody:
+        done = subprocess.run(
+            [sys.executable, "-m", "zoo.cli", "components"], stdout=nobody, stderr=subprocess.PIPE, check=False
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

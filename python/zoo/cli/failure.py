@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -41,6 +43,8 @@ def one_sentence(*, shared: bool) -> Iterator[None]:
         raise
     except Exception as error:
         rank = rank_of_launch()
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            os._exit(128 + signal.SIGPIPE)  # as other programs end before ``| head``: without a word
         speaks = rank in (None, 0) or not (shared or getattr(error, "everywhere", False))
         if speaks:
             sys.stderr.write(_message(error, rank, shared) + "\n")
@@ -50,6 +54,13 @@ def one_sentence(*, shared: bool) -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _nobody_reads() -> bool:
+    """Whether the other end of the standard output is closed."""
+    asked = select.poll()
+    asked.register(1, 0)  # errors alone
+    return any(found & select.POLLERR for _, found in asked.poll(0))
 
 
 def is_user_error(error: Exception) -> bool:
