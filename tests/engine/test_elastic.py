@@ -100,7 +100,7 @@ def test_a_folder_that_the_first_rank_cannot_read_is_told_to_all(
     def unreadable(folder: str) -> str:
         raise PermissionError(f"{folder} cannot be read")
 
-    monkeypatch.setattr("zoo.checkpointing.latest_tag", unreadable)
+    monkeypatch.setattr("zoo.checkpointing.has_checkpoints", unreadable)
 
     def fn(rank: int) -> None:
         with pytest.raises(Exception, match="cannot be read"):

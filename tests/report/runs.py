@@ -44,6 +44,7 @@ def whole_run(folder: Path, steps: int = 40) -> Path:
         "result.json": {
             "validation_loss": 1.321, "unit": "byte", "baseline": "byte bigram", "baseline_loss": 2.434,
             "beats_baseline": True, "steps": steps, "tokens": 163840, "train_s": 4.0, "tokens_per_s": 40960.0,
+            "total_tokens": 327_680,
             "total_s": 9.0, "world_size": 2, "stage": 3, "num_parameters": 630_000,
             "peak_resident_bytes": [2**29, 2**28], "kept_bytes": [9_800_000, 9_700_000],
             "forecast_kept_bytes": [9_800_000, 9_700_000],

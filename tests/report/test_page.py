@@ -66,6 +66,10 @@ def test_a_whole_run_has_all_parts(tmp_path: Path) -> None:
     assert len(data["timeline"]["ranks"]) == 2
 
 
+def test_tokens_of_launches_before_count(tmp_path: Path) -> None:
+    assert "327,680 tokens in all" in made(whole_run(tmp_path)).words
+
+
 def test_what_is_measured_stands_beside_the_forecast(tmp_path: Path) -> None:
     row = re.search(r"<tr><td>sent in the last step, rank 1.*?</tr>", write_report(whole_run(tmp_path)).read_text())
     assert row is not None

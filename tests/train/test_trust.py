@@ -16,7 +16,9 @@ from tests.train.tiny import Net, config, registry
 
 from zoo import sim
 from zoo.checkpointing import latest_tag, prune
+from zoo.comm import Communicator
 from zoo.train import DataEndError, NotFiniteError, StoppedError, replay, train
+from zoo.train.output import Output, choose
 from zoo.train.stopping import Signals
 
 
@@ -59,6 +61,47 @@ def test_a_run_that_is_there_is_refused_resumed_or_numbered(
     with pytest.raises(ValueError, match="already"):
         run(out, steps=10)
     assert run(out, if_exists="number", steps=4).out == f"{out}-5"
+
+
+def test_the_folder_where_one_is_can_be_numbered_and_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    section = config(Path("."), if_exists="number").train
+    assert section is not None
+    comm = Communicator.alone()
+    assert choose(section, resume=False, comm=comm) == Output(Path("."), False)
+    Path("config.json").write_text("{}")
+    assert choose(section, resume=False, comm=comm) == Output(tmp_path / "out-2", False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # died before it wrote
+    assert choose(section, resume=False, comm=comm) == Output(tmp_path / "out-2", False)
+
+
+def test_a_restart_goes_on_where_rank_0_is_on_another_host_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = config(tmp_path / "out").train
+    assert section is not None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "zoo-0123456789ab")
+    choose(section, resume=False, comm=Communicator.alone())
+    (tmp_path / "out/config.json").write_text("{}")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert choose(section, resume=False, comm=Communicator.alone()) == Output(tmp_path / "out", True)
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("latest", ["", None, "nowhere"])
+def test_resuming_takes_the_newest_checkpoint_whatever_latest_says(tmp_path: Path, latest: str | None) -> None:
+    first = run(tmp_path, steps=4)
+    path = tmp_path / "checkpoints/latest"
+    path.unlink()
+    if latest is not None:
+        path.write_text(latest)
+    (tmp_path / "log.jsonl").open("a").write('{"step": null}\n')
+    found = run(tmp_path, steps=6, resume=True)
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 7))
+    assert (first.tokens, found.tokens, first.total_tokens, found.total_tokens) == (32, 16, 32, 48)
 
 
 def test_an_empty_folder_is_no_run_and_a_file_is_no_folder(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from .format.names import (
     StateSlice as StateSlice,
 )
 from .format.names import (
+    has_checkpoints as has_checkpoints,
+)
+from .format.names import (
     latest_tag as latest_tag,
 )
 from .format.tensors import TensorFile as TensorFile

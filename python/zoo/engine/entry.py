@@ -124,10 +124,10 @@ def _resume(engine: Engine, config: Config, everyone: Communicator | None) -> No
     if folder is None:
         return
     with raise_together(everyone, "initialize"):  # a folder that the first rank cannot read
-        tag = checkpointing.latest_tag(folder) if everyone is None or everyone.rank == 0 else None
+        there = checkpointing.has_checkpoints(folder) if everyone is None or everyone.rank == 0 else False
     if everyone is not None:
-        tag = everyone.broadcast_object(tag)
-    if tag is not None:
+        there = everyone.broadcast_object(there)
+    if there:
         engine.load_checkpoint(folder)
 
 

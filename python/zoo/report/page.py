@@ -166,7 +166,7 @@ def _figures(run: Run) -> Iterator[tuple[str, str, str]]:
         skipped = f"{count(log.skipped_steps)} skipped" if log.skipped_steps else "none skipped"
         yield "steps", count(log.buckets.last), skipped
     pace = number(result.get("tokens_per_s"))
-    tokens = number(result.get("tokens"))
+    tokens = number(result.get("total_tokens"))
     if pace is not None:
         yield "tokens/s", count(pace), f"{count(tokens)} tokens in all" if tokens is not None else ""
     seconds = number(result.get("total_s"))

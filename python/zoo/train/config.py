@@ -63,7 +63,7 @@ class TrainConfig(Section):
     """Directory of logs, picture and checkpoints, from where the command runs."""
     if_exists: Literal["refuse", "resume", "number"] = "refuse"
     """What to do when there is a run in ``out`` already: refuse, go on from its latest checkpoint, or write into
-    ``<out>-2``, ``<out>-3``, … A restart by torchrun goes on in any case."""
+    ``<out>-2``, ``<out>-3``, … A restart by torchrun or zoo launch goes on in any case."""
     validate_every: int | None = Field(default=100, gt=0)
     """Steps between validations; null for one at the end only."""
     checkpoint_every: int | None = Field(default=None, gt=0)

@@ -32,7 +32,7 @@ class History:
             return
         path = directory / "log.jsonl"
         if resume_from is not None and path.is_file():
-            self.records = [r for r in _read(path) if r["step"] <= resume_from]
+            self.records = [r for r in read_lines(path) if r["step"] <= resume_from]
         # Beside the old ones first: whatever ends this in the middle, no line is lost.
         self._json = open(directory / "log.jsonl.new", "w", encoding="utf-8")  # noqa: SIM115  (closed by close)
         self._csv = open(directory / "log.csv.new", "w", encoding="utf-8", newline="")  # noqa: SIM115
@@ -68,12 +68,13 @@ class History:
             file.flush()
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a ``log.jsonl``; what is none is left out."""
     # A crash may have cut the last line, a full disk one in the middle; what follows a checkpoint is written again.
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             record = json.loads(line)
-            if isinstance(record, dict) and "step" in record:
+            if isinstance(record, dict) and type(record.get("step")) is int:
                 records.append(record)
     return records

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from zoo.checkpointing import latest_tag, prune
+from zoo.checkpointing import has_checkpoints, prune
 from zoo.comm import Communicator, init_distributed, local_device
 from zoo.comm.failures import together
 from zoo.config import Config
@@ -335,7 +335,7 @@ class Job:
 
     def load(self, out: Path, tag: str | None = None) -> int | None:
         """Go on from a checkpoint of a run, the latest if no tag is given; its step, None where there is none."""
-        if tag is None and latest_tag(out / CHECKPOINTS) is None:
+        if tag is None and not has_checkpoints(out / CHECKPOINTS):
             self.watcher.line(f"there is no checkpoint in {out / CHECKPOINTS} to resume from: beginning at step 0")
             return None
         path, _ = self.engine.load_checkpoint(out / CHECKPOINTS, tag)
@@ -363,6 +363,7 @@ class Job:
             tokens_per_s=tokens / train_s if train_s else 0.0, total_s=time.perf_counter() - self.began,
             world_size=self.size, stage=self.config.zero_optimization.stage, num_parameters=self.num_parameters,
             peak_resident_bytes=peaks, state_bytes=states, python=platform.python_version(), torch=torch.__version__,
+            total_tokens=self.engine.global_tokens or self.engine.global_samples * self.task.units_per_sample,
             out=str(self.out), model=str(Path("model", "model.safetensors")) if self.section.save_model else None,
             kept_bytes=self._of_ranks(memory["parameters"] + memory["optimizer"]),
             forecast_kept_bytes=self._of_ranks(said.parameters_bytes + said.optimizer_bytes),

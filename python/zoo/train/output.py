@@ -85,6 +85,7 @@ def _choose(path: Path, if_exists: str, *, resume: bool) -> Output:
 def _numbers(path: Path) -> Iterator[Path]:
     """``<path>-2``, ``<path>-3``, … as far as there are some, and the first that is not there."""
     number = 2
+    path = path if path.name not in ("", "..") else path.resolve()  # "." has no name to number
     while True:
         candidate = path.with_name(f"{path.name}-{number}")
         yield candidate
@@ -101,8 +102,10 @@ def _made(path: Path) -> Path:
 
 
 def launch() -> str:
-    """The same for a launch and its restarts by torchrun's agent, another one for each launch."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.getppid()}"
+    """The same for a launch and its restarts by torchrun's agent or ``zoo launch``, another one for each launch."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    # zoo launch makes a new name for each launch, and rank 0 may come to be beneath the agent of another host.
+    return name if name.startswith("zoo-") else f"{name}/{os.getppid()}"
 
 
 def facts_of(path: Path) -> dict[str, Any]:

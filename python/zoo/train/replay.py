@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from zoo.checkpointing import CheckpointError, load
 from zoo.registry import DEFAULT, Registry
 from zoo.train.config import read_config
+from zoo.train.history import read_lines
 from zoo.train.job import CHECKPOINTS, Job, tag_of
 from zoo.train.output import facts_of
 
@@ -109,14 +109,7 @@ def read_log(path: Path) -> dict[int, dict[str, Any]]:
     file = path / "log.jsonl"
     if not file.is_file() or not (path / "config.json").is_file():
         raise ValueError(f"{str(path)!r} is no directory of a run: it has no log.jsonl and config.json.")
-    found = {}
-    for text in file.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            break  # a crash may have cut the last one
-        found[int(line["step"])] = line
-    return found
+    return {line["step"]: line for line in read_lines(file)}
 
 
 def nearest(path: Path, step: int) -> int:

@@ -27,6 +27,7 @@ class Result:
     beats_baseline: bool | None
     steps: int
     tokens: int
+    """Of this launch, in its ``train_s``; ``total_tokens``: of those before it too."""
     train_s: float
     tokens_per_s: float
     total_s: float
@@ -37,6 +38,7 @@ class Result:
     state_bytes: list[int]
     python: str
     torch: str
+    total_tokens: int = 0
     out: str = ""
     model: str | None = None
     kept_bytes: list[int] = field(default_factory=list)

@@ -147,4 +147,17 @@ def latest_tag(directory: str | os.PathLike[str], *, disk: Disk | None = None) -
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from None
-    return check_tag(content.decode("utf-8", "replace").strip())
+    try:
+        return check_tag(content.decode("utf-8", "replace").strip())
+    except CheckpointError as error:
+        raise CheckpointError(f"{str(path)!r}: {error}") from None
+
+
+def has_checkpoints(directory: str | os.PathLike[str]) -> bool:
+    """Whether there is one to go on from: a machine that stopped may have left an empty ``latest``, or none.
+
+    Raises:
+        CheckpointError: there is none, and ``latest`` cannot be read.
+    """
+    tags = tags_of(*place_of(directory))
+    return bool(tags) or latest_tag(directory) is not None
