@@ -369,3 +369,12 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word() -> None:
             [sys.executable, "-m", "zoo.cli", "components"], stdout=nobody, stderr=subprocess.PIPE, check=False
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_terminal_of_another_encoding_is_no_error() -> None:
+    said = r"from zoo.cli import app; app.command('say')(lambda: print('2\xd73 \udce9')); "
+    done = subprocess.run(
+        [sys.executable, "-c", said + CLI, "say"], env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, rb"2\xd73 \udce9" + b"\n"), done.stderr

@@ -66,6 +66,24 @@ def test_a_whole_run_has_all_parts(tmp_path: Path) -> None:
     assert len(data["timeline"]["ranks"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("records", "files"),
+    [
+        ([{"step": 1, "loss": 1.0, "step_s": 0.1, "state_bytes": [1]}, {"step": 1, "loss": 2.0}], {}),  # began anew
+        ([{"step": 9000, "loss": 1e308, "step_s": 1e308}, {"step": 9001, "loss": 1e308, "step_s": 1e308}], {}),
+        ([{"step": 1, "loss": 1.0}], {"environment.json": {"command": "zoo train --out caf\udce9"}}),
+    ],
+)
+def test_no_number_and_no_name_of_a_file_stops_a_report(
+    tmp_path: Path, records: list[dict[str, Any]], files: dict[str, Any]
+) -> None:
+    forecast = {"parameters_bytes": 1, "optimizer_bytes": 2, "time": {"step_s": 0.1}}
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for name, content in {"forecast.json": forecast, **files}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert "Training" in made(tmp_path).words
+
+
 def test_tokens_of_launches_before_count(tmp_path: Path) -> None:
     assert "327,680 tokens in all" in made(whole_run(tmp_path)).words
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -104,6 +105,9 @@ Task = Annotated[
 
 def main() -> None:
     """Entry point of the ``zoo`` command."""
+    # A terminal of another encoding, or a file's name that is no text, is no reason to end a run.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     app(prog_name="zoo")
 
 

@@ -164,4 +164,4 @@ def series_of(buckets: Buckets, charts: list[Chart]) -> dict[str, dict[str, list
 
 
 def _plain(values: Any) -> list[float | int | None]:
-    return [None if np.isnan(v) else rounded(float(v)) for v in values]
+    return [rounded(float(v)) if np.isfinite(v) else None for v in values]

@@ -47,7 +47,7 @@ def write_report(folder: str | Path, out: str | Path | None = None, *, processes
         raise ValueError(f"{str(path)!r} is a directory; name a file for the page, such as {example!r}.")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".new")
     try:
-        with open(handle, "w", encoding="utf-8") as file:
+        with open(handle, "w", encoding="utf-8", errors="replace") as file:  # names of files may be no text
             file.write(page_of(run))
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
@@ -69,7 +69,7 @@ def page_of(run: Run) -> str:
     charts, timeline = charts_of(run), timeline_of(run.files.get("timeline"))
     while True:
         text = _page(run, charts, timeline)
-        if len(text.encode()) <= LARGEST or run.log is None or run.log.buckets.size <= 60:
+        if len(text.encode(errors="replace")) <= LARGEST or run.log is None or run.log.buckets.size <= 60:
             return text
         run.log.buckets.double()
 

@@ -83,7 +83,8 @@ class Buckets:
             found = self.series[name] = {part: np.full(self.most, _NOTHING[part]) for part in _PARTS}
         found["low"][where] = np.fmin(found["low"][where], low)
         found["high"][where] = np.fmax(found["high"][where], high)
-        found["total"][where] += total
+        with np.errstate(over="ignore"):  # an infinite mean is not drawn
+            found["total"][where] += total
         found["count"][where] += count
 
     def _make_room(self, last: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from zoo.report.numbers import count, cut, in_bytes, number, numbers, span
 from zoo.report.run import Run
@@ -67,13 +70,18 @@ def _pairs(run: Run) -> Iterator[tuple[str, float, float, Any]]:
             ("sent in a step, rank 0", "wire_bytes", sizes),
         ):
             known = [v for v in parts if v is not None]
-            if key in series and known and len(known) == len(parts):
-                yield what, sum(known), _last(run.log.buckets.mean(key)), in_bytes
+            means = run.log.buckets.mean(key) if key in series else np.empty(0)
+            if np.isfinite(means).any() and known and len(known) == len(parts):
+                yield what, sum(known), _last(means), in_bytes
     time = said.get("time")
     step_s = number(time.get("step_s")) if isinstance(time, dict) else None
     if step_s is not None and run.log is not None and "step_s" in run.log.buckets.series:
         parts_of = run.log.buckets.series["step_s"]
-        yield "time of a step", step_s, float(parts_of["total"].sum() / parts_of["count"].sum()), span
+        with np.errstate(over="ignore"):
+            total = float(parts_of["total"].sum())
+        known_steps = float(parts_of["count"].sum())
+        if known_steps and math.isfinite(total):
+            yield "time of a step", step_s, total / known_steps, span
 
 
 def _last(values: Any) -> float:
