@@ -314,3 +314,18 @@ def test_rank_0_is_reached_without_the_name_of_a_user(monkeypatch: pytest.Monkey
     monkeypatch.setattr(supervisor, "_tell", lambda node, command: told.append(command["start"]))
     supervisor._begin([_Node(host, [0], subprocess.Popen(["true"])) for host in ("me@a", "me@b")])
     assert [start["environment"]["MASTER_ADDR"] for start in told] == ["a", "a"]
+
+
+@pytest.mark.dear
+def test_a_pipe_that_does_not_wait_gets_all_bytes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os\nfor _ in range(8): os.write(1, b'x' * 65536)")
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    environment = {**os.environ, **basics(tmp_path, new_mark())}
+    with subprocess.Popen([sys.executable, *LAUNCH, str(script)], env=environment, stdout=writes) as started:
+        os.close(writes)
+        with os.fdopen(reads, "rb") as file:
+            time.sleep(2)  # until it is full
+            assert len(file.read()) == 8 * 65536
+    assert started.returncode == 0

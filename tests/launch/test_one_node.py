@@ -264,6 +264,7 @@ def test_a_full_disk_for_logs_ends_the_job(tmp_path: Path) -> None:
         (["--min-nodes", "2"], "min_nodes is 2, and there are 1 hosts"),
         (["--num_nodes", "2", "--node_rank", "0"], "give --master-addr and --master-port"),
         (["--num_nodes", "2", "--node_rank", "2", "--master_addr", "h"], "node 2 is none of 2 nodes; give 0 to 1"),
+        (["--image", "mine"], "--image is of a job for Kubernetes; add --write FILE.yaml"),
         (["-H", "hosts", "--node_rank", "0"], "--hostfile is for one launcher, which starts all hosts"),
         (["--write", "a.sbatch"], "a.sbatch needs to know how many ranks a node has; give --num_gpus"),
         (["--write", "a.yaml", "--ranks", "2"], "needs the name of an image"),

@@ -91,6 +91,8 @@ def launch(
         from zoo.launch.job import Job
         from zoo.launch.supervisor import Supervisor
 
+        if image is not None and (write is None or write.suffix == ".sbatch"):
+            raise ValueError("--image is of a job for Kubernetes; add --write FILE.yaml, or leave it out.")
         if hostfile is not None and node_rank is not None:
             raise ValueError(
                 "--hostfile is for one launcher, which starts all hosts, and --node_rank for a launcher on each of "

@@ -404,7 +404,14 @@ class Supervisor:
 
 def _print(text: str, file: Any = None) -> None:
     file = sys.stderr if file is None else file
+    rest = memoryview(text.encode(errors="surrogateescape"))  # bytes of ranks as they came, whatever they mean
     with contextlib.suppress(OSError):  # nobody reads it any more; what has to end ends all the same
-        file.flush()
-        file.buffer.write(text.encode(errors="surrogateescape"))  # bytes of ranks as they came, whatever they mean
-        file.flush()
+        while True:
+            try:
+                file.flush()
+                if not rest:
+                    return
+                rest = rest[file.buffer.write(rest) :]
+            except BlockingIOError as error:  # another program has made the terminal, or pipe, one that does not wait
+                rest = rest[error.characters_written :]
+                select.select([], [file], [])
