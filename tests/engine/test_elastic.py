@@ -80,6 +80,16 @@ def test_a_job_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("left", [None, ""])
+def test_a_latest_that_is_lost_does_not_begin_the_job_anew(tmp_path: Path, left: str | None) -> None:
+    given = document(7, 2, stage=2, resume_from=str(tmp_path))
+    found = trained(2, given, 2, tmp_path)
+    (tmp_path / "latest").unlink()
+    if left is not None:
+        (tmp_path / "latest").write_text(left)
+    assert found + trained(2, given, 2) == pytest.approx(trained(1, document(7, 2), 4), rel=1e-9)
+
+
 @examples(times=2)
 @given(st.integers(1, 20), st.integers(1, 9), st.integers(1, 6), st.integers(0, 30))
 def test_each_sample_of_an_epoch_counts_once(batch: int, ranks: int, micro: int, extra: int) -> None:
