@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Two thirds of the cases of each matrix are slow tests, and dear tests whose turn it is not. Long tests first: one
     that starts last leaves the other workers idle. The order stays as it is otherwise."""
-    left = matrices.not_drawn(items, matrices.commit()) if matrices.is_whole(config.args) else []
+    left = matrices.not_drawn(items, matrices.files()) if matrices.is_whole(config.args) else []
     for item in [*matrices.rest(items), *left]:
         item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)

@@ -5,8 +5,8 @@ that are not slow anyway, at least one: whose names have the smallest checksums,
 and no row or column.
 
 A test marked ``dear`` takes more than about a second of CPU; these are one of fourteen tests, and half of the time of
-all. ``make test`` runs a sixth of them, drawn by the commit: one commit always runs the same ones, and another one
-others. A run of files that somebody names runs all.
+all. ``make test`` runs a sixth of them, drawn by the files of the commit: one commit always runs the same ones, and
+another one others. A run of files that somebody names runs all.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def rest(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return found
 
 
-def not_drawn(items: Sequence[pytest.Item], commit: str) -> list[pytest.Item]:
-    """The dear tests whose turn it is not in ``commit``."""
+def not_drawn(items: Sequence[pytest.Item], files: str) -> list[pytest.Item]:
+    """The dear tests whose turn it is not with ``files``."""
     dear = [item for item in items if item.get_closest_marker("dear") and not _is_left_anyway(item)]
-    return [item for item in dear if zlib.crc32(f"{commit} {item.nodeid}".encode()) % ONE_OF]
+    return [item for item in dear if zlib.crc32(f"{files} {item.nodeid}".encode()) % ONE_OF]
 
 
 def is_whole(args: Sequence[str]) -> bool:
@@ -47,11 +47,12 @@ def is_whole(args: Sequence[str]) -> bool:
     return all(Path(arg).resolve() in (TESTS, TESTS.parent) for arg in args)
 
 
-def commit() -> str:
-    """The checked out commit; empty where git knows of none, such as in an archive of sources."""
+def files() -> str:
+    """The name git has for the files of the checked out commit, whatever commit they are in; empty where git knows of
+    none, such as in an archive of sources."""
     try:
         return subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=TESTS, capture_output=True, text=True, check=True
+            ["git", "rev-parse", "HEAD^{tree}"], cwd=TESTS, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""

@@ -24,8 +24,9 @@ __all__ = ["PARTS", "Model", "Part", "Prediction", "features"]
 Array = npt.NDArray[np.float64]
 NOISE = 0.03
 """Standard deviation of a measured time, relative to it."""
-LEAST = 1e-3
-"""A time that is a smaller part of the first trial's counts as one of this part: squares of weights stay finite."""
+LEAST, MOST = 1e-3, 1e9
+"""A time that is a smaller or a larger part of the first trial's counts as one of this part: what is computed of it is
+finite."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,9 @@ class Model:
         mean = np.array([part.share for part in parts])
         mean *= 1.0 / max(1e-9, float(rows[0] @ mean))  # the first trial's time is what they add up to
         spread = np.array([part.spread for part in parts])
-        weight = 1.0 / np.maximum(seconds / unit, LEAST) / NOISE
-        scaled, target = rows * weight[:, None], seconds / unit * weight
+        relative = np.minimum(seconds, MOST * unit) / unit
+        weight = 1.0 / np.maximum(relative, LEAST) / NOISE
+        scaled, target = rows * weight[:, None], relative * weight
         free = np.ones(len(parts), dtype=bool)
         signed = np.array([part.signed for part in parts])
         found = np.zeros(len(parts))
