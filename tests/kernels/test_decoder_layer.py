@@ -13,7 +13,16 @@ from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading
-from zoo.kernels.decoder_layer import Product, RmsNorm, after_cache, attention, before_cache, feed_forward, reference
+from zoo.kernels.decoder_layer import (
+    Product,
+    RmsNorm,
+    after_cache,
+    attention,
+    before_cache,
+    feed_forward,
+    prepare,
+    reference,
+)  # fmt: skip
 from zoo.kernels.packed_linear import Activations, pack_weight
 
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
@@ -93,6 +102,62 @@ def test_it_has_the_bits_of_its_operations(
     made = attention(q, k, v, None, scale=0.3, out=after["out"])
     down, y = feed_forward(made, before["x"], **{key: after[key] for key in FORWARD})
     assert same_bits(z, y + down)
+
+
+@examples(times=2)
+@given(
+    batch=st.integers(1, 3), dtype=st.sampled_from(DTYPES), bits=st.sampled_from([0, 8, 4]), biased=st.booleans(),
+    normed=st.booleans(), masked=st.booleans(), length=st.integers(1, 9), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_prepared_layer_has_the_bits_of_two_calls(
+    batch: int, dtype: torch.dtype, bits: int, biased: bool, normed: bool, masked: bool, length: int, seed: int
+) -> None:
+    before, after = arguments(batch, 1, dtype, bits, biased, normed, seed)
+    layer = prepare(
+        before["norm"], before["qkv"], heads=HEADS, groups=GROUPS, head_norms=before["head_norms"],
+        second=after["norm"], **{key: after[key] for key in ("scale", "out", "gate_up", "activation", "down")},
+    )  # fmt: skip
+    assert layer is not None
+    room = 9
+    keys, values_ = (
+        values(batch * GROUPS * room * DIM, seed + i).view(batch, GROUPS, room, DIM).to(dtype) for i in (8, 9)
+    )
+    mine = keys.clone(), values_.clone()
+    places = torch.arange(batch)[:, None] * 3 % length
+    mask = (values(batch * length, seed) > 0).view(batch, 1, 1, length).index_fill(3, torch.tensor([0]), True)
+    z = layer(before["x"], before["cos"], before["sin"], *mine, places, length, mask if masked else None)
+    q = before_cache(**before, cache=(keys, values_, places))[:, :, : HEADS * DIM]
+    assert same_bits(keys, mine[0])
+    assert same_bits(values_, mine[1])
+    other = after_cache(
+        before["x"], q.unflatten(2, (HEADS, DIM)).transpose(1, 2), keys[:, :, :length], values_[:, :, :length],
+        mask[:, 0] if masked else None, **after,
+    )  # fmt: skip
+    assert same_bits(z, other)
+
+
+def test_a_prepared_layer_refuses_what_cannot_be(use_mode: UseMode) -> None:
+    before, after = arguments(1, 1, torch.float32, 8, True, True, 2)
+    kinds: dict[str, Any] = {key: after[key] for key in ("scale", "out", "gate_up", "activation", "down")}
+    kinds |= {"heads": HEADS, "groups": GROUPS, "second": after["norm"]}
+    layer = prepare(before["norm"], before["qkv"], **kinds)
+    assert layer is not None
+    memory, place = torch.zeros(1, GROUPS, 4, DIM), torch.tensor([[1]])
+    call = [before["x"], before["cos"], before["sin"], memory, memory.clone(), place, 2, None]
+    for i, wrong, message in (
+        (0, before["x"][0], "x has 2 dims"), (6, 5, "room for 5 tokens"), (6, -1, "room for -1 tokens"),
+        (3, memory[:, :1], "keys"), (0, before["x"].double(), "x"), (7, torch.ones(1, 1, 1, 2), "mask"),
+        (0, before["x"][:, :, :16], "weight has shape"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            layer(*call[:i], wrong, *call[i + 1 :])
+    assert layer(*call).shape == before["x"].shape
+    with pytest.raises(ValueError, match="a product has 3"):
+        prepare(before["norm"], before["qkv"][:2], **kinds)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be a tensor"):
+        prepare(before["norm"], Product([None], [], []), **kinds)  # type: ignore[list-item]
+    use_mode("reference")
+    assert prepare(before["norm"], before["qkv"], **kinds) is None
 
 
 @pytest.mark.parametrize("mode", ["native", "reference"])

@@ -327,8 +327,8 @@ def _load_classes_once() -> None:
     except (BuildError, ImportError) as error:
         _why_not_classes = str(error)
         logger.warning(
-            "updates cannot be prepared once, so every step hands its tensors over again, which takes longer where "
-            "they are many and small: %s",
+            "updates and layers cannot be prepared once, so every step hands its tensors over again, which takes "
+            "longer where they are many and small: %s",
             _why_not_classes,
         )
 

@@ -267,8 +267,8 @@ class _Full(_Placed):  # type: ignore[no-untyped-call]
         return self.keys, self.values
 
     def place(self, rows: int, tokens: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Where the next tokens go: keys, values, places. Who has written them there calls :meth:`placed`. None: they
-        have to come by :meth:`update`."""
+        """Where the next tokens go: keys, values, places. Who writes them there calls :meth:`placed`. None: they have
+        to come by :meth:`update`."""
         if not self.is_initialized:
             return None
         keys, values = self.memory
@@ -279,10 +279,10 @@ class _Full(_Placed):  # type: ignore[no-untyped-call]
         length = self._length_with(rows, tokens)
         return keys, values, torch.arange(self.length, length, device=like.device)[None]
 
-    def placed(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """They are there; all that is there."""
+    def placed(self, tokens: int) -> int:
+        """They are there; how many there are now."""
         self.length += tokens
-        return self.keys, self.values
+        return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys, the place of the first of them)."""

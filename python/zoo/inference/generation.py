@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -19,6 +19,7 @@ from zoo.inference.scoring import logprob
 from zoo.inference.slots import Slots, Step
 from zoo.inference.together import Together
 from zoo.inference.tokens import check_model, check_positions, config_of, token_ids
+from zoo.inject.prepared import prepared
 from zoo.tensor.layers import part_of
 from zoo.tensor.loss import head_in_parts, parts_kept
 
@@ -165,6 +166,7 @@ class _Run:
             self.last_only = {"logits_to_keep": 1}
         self.dtype = next(model.parameters()).dtype
         self.rows: list[tuple[int, int]] = []
+        self.step: Step | None = None
         self.tokens: list[list[int]] = []
         self.logprobs: list[list[float]] = []
         self.scores, self.together = scores, together
@@ -178,15 +180,18 @@ class _Run:
         self.tokens, self.logprobs = [[] for _ in ids], [[] for _ in ids]
         waiting = list(reversed(range(len(ids))))
         device = next(self.model.parameters()).device
-        while self.together.goes_on(bool(waiting or self.rows)):
-            with self.together.turn():
-                if waiting and len(self.rows) < self.slots.rows:
-                    index = waiting.pop()
-                    self._begin(ids[index].to(device), index, names[index])
-                elif self.rows:
-                    self._step()
-                else:
-                    self.together.idle()
+        with ExitStack() as stack:
+            while self.together.goes_on(bool(waiting or self.rows)):
+                with self.together.turn():
+                    if waiting and len(self.rows) < self.slots.rows:
+                        index = waiting.pop()
+                        self._begin(ids[index].to(device), index, names[index])
+                    elif self.rows:
+                        if self.step is None:
+                            stack.enter_context(prepared(self.model))
+                        self._step()
+                    else:
+                        self.together.idle()
         return [torch.tensor(found, dtype=torch.int64) for found in self.tokens]
 
     def _begin(self, prompt: Tensor, index: int, name: int) -> None:
@@ -204,7 +209,10 @@ class _Run:
         self.rows.append((index, name))
 
     def _step(self) -> None:
-        step = Step(self.slots)
+        if self.step is None or self.step.rows != len(self.rows):
+            self.step = Step(self.slots)
+        step = self.step
+        step.begin()
         logits = self._forward(
             torch.tensor([[self.tokens[index][-1]] for index, _ in self.rows], device=step.positions.device), step,
             position_ids=step.positions, attention_mask=self._mask(step),

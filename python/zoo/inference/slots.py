@@ -55,14 +55,21 @@ class Slots:
 
 
 class Step(cache_utils.Cache):
-    """The cache of one step: a token for each row in use, which is written to the end of that row."""
+    """The cache of a step: a token for each row in use, which is written to the end of that row. It serves one step
+    after the other, each after :meth:`begin`, as long as so many rows are in use."""
+
+    positions: Tensor
+    longest: int
 
     def __init__(self, slots: Slots) -> None:
-        self.slots = slots
-        lengths = torch.tensor(slots.lengths, dtype=torch.int64, device=slots.keys[0].device)
-        self.positions = lengths[:, None]
-        self.longest = max(slots.lengths) + 1
+        self.slots, self.rows = slots, len(slots.lengths)
         super().__init__(layers=[_Row(self, index) for index in range(len(slots.keys))])
+
+    def begin(self) -> None:
+        """The next tokens come behind those that are there."""
+        lengths = self.slots.lengths
+        self.positions = torch.tensor(lengths, dtype=torch.int64, device=self.slots.keys[0].device)[:, None]
+        self.longest = max(lengths) + 1
 
     def masks(self, dtype: torch.dtype, added: bool) -> dict[int | None, Tensor]:
         """(rows, 1, 1, keys) for each window that layers have: which keys a row sees; ``added``: 0, or least."""
@@ -95,7 +102,7 @@ class _Row(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, step: Step, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step, self.is_initialized = step, True
-        rows = len(step.positions)
+        rows = step.rows
         self.keys, self.values = step.slots.keys[index][:rows], step.slots.values[index][:rows]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -116,9 +123,9 @@ class _Row(cache_utils.CacheLayerMixin):  # type: ignore[no-untyped-call]
             return None
         return (self.keys, self.values, self.step.positions) if self.keys.dtype is like.dtype else None
 
-    def placed(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """They are there."""
-        return self.seen()
+    def placed(self, tokens: int) -> int:
+        """They are there; how many there are of the longest row."""
+        return self.step.longest
 
     def seen(self) -> tuple[Tensor, Tensor]:
         """Keys and values, of every row as many as of the longest."""

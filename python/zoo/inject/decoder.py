@@ -38,13 +38,15 @@ Tensor = torch.Tensor
 @dataclass(eq=False)
 class State:
     """What an injected module knows. dtype: of its parameters when it was proved; None: of any. runs: how often the
-    injected forward ran to its end. invariant: the bits of a token depend on nothing but the tokens that it sees."""
+    injected forward ran to its end. invariant: the bits of a token depend on nothing but the tokens that it sees.
+    prepared: the layer within :func:`zoo.inject.prepared.prepared`, which is called first."""
 
     pieces: Pieces | None
     dtype: torch.dtype | None
     runs: int = 0
     invariant: bool = False
     norm: Norm | None = None
+    prepared: Any = None
 
 
 def become(module: nn.Module, kind: type[Injected], state: State) -> None:
@@ -88,7 +90,7 @@ class Injected(nn.Module):
                 pieces.join()
         except Unfit:  # it has got adapters since
             return found
-        become(found, kind, replace(state, pieces=pieces, norm=norm, runs=0))
+        become(found, kind, replace(state, pieces=pieces, norm=norm, runs=0, prepared=None))
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -121,6 +123,11 @@ class Decoder(Injected):
         state: State | None = self.__dict__.get(STATE)
         if cache is None and kwargs:
             cache = kwargs.pop("past_key_values", None)
+        if state is not None and state.prepared is not None:
+            z = state.prepared(hidden_states, attention_mask, position_embeddings, cache, kwargs)
+            if z is not None:
+                state.runs += 1
+                return z
         how = None if state is None or state.pieces is None else state.pieces.how()
         positions = position_embeddings
         if state is None or not _knows(self, state, hidden_states, attention_mask, positions, cache, kwargs, how):
@@ -191,7 +198,8 @@ def _in_two_calls(pieces: Pieces, call: _Call) -> Tensor | None:
     else:
         width = pieces.heads * pieces.dim
         q = made[:, :, :width].view(*made.shape[:2], pieces.heads, pieces.dim).transpose(1, 2)
-        k, v = layer.placed(x.shape[1])
+        seen = layer.placed(x.shape[1])
+        k, v = places[0][:, :, :seen], places[1][:, :, :seen]
     shown = None if mask is None else mask[:, 0].expand(x.shape[0], x.shape[1], k.shape[2])
     rest: Any = {"gate_up": gate_up, "activation": pieces.activation, "down": down}
     if not pieces.split:

@@ -42,7 +42,7 @@ class Watch:
                 children.get(name) is not module
                 or module.__class__ is not kind
                 or (module._forward_hooks and not hooks_rest(module._forward_hooks))
-                or (module._forward_pre_hooks and not all(map(is_checking_hook, module._forward_pre_hooks.values())))
+                or (module._forward_pre_hooks and not only_check(module._forward_pre_hooks))
                 or "forward" in module.__dict__
             ):
                 return False
@@ -81,6 +81,11 @@ def watch(layer: nn.Module, modules_of: Iterable[nn.Module]) -> Watch:
         for name, value in piece._parameters.items()
     ]
     return Watch(tuple(places), tuple(forwards.items()), tuple(functions.values()), tuple(parameters))
+
+
+def only_check(hooks: Mapping[int, Any]) -> bool:
+    """Whether all are zoo's own that raise and change nothing."""
+    return all(map(is_checking_hook, hooks.values()))
 
 
 def hooks_rest(hooks: Mapping[int, Any]) -> bool:

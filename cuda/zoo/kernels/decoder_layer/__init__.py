@@ -1,5 +1,5 @@
-"""A decoder layer of few tokens in two calls."""
+"""A decoder layer of few tokens in two calls, or in one that keeps its weights."""
 
-from zoo.kernels.decoder_layer.ops import Product, RmsNorm, after_cache, attention, before_cache, feed_forward
+from zoo.kernels.decoder_layer.ops import Product, RmsNorm, after_cache, attention, before_cache, feed_forward, prepare
 
-__all__ = ["Product", "RmsNorm", "after_cache", "attention", "before_cache", "feed_forward"]
+__all__ = ["Product", "RmsNorm", "after_cache", "attention", "before_cache", "feed_forward", "prepare"]

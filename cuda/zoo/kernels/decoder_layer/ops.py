@@ -1,12 +1,14 @@
-"""A decoder layer of few tokens as two functions of tensors, before and after the cache."""
+"""A decoder layer of few tokens as two functions of tensors, before and after the cache, or as one that keeps its
+weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from zoo.kernels import loading
 from zoo.kernels.decoder_layer import reference
 from zoo.kernels.operators import Operator
 from zoo.kernels.packed_linear import Activations, PackedWeight, is_int8
@@ -140,6 +142,34 @@ def feed_forward(
         made, x, *norm, *gate_up, activation, *down, check=lambda: _check_products((gate_up, down))
     )
     return found
+
+
+def prepare(
+    norm: RmsNorm, qkv: Product, *, heads: int, groups: int, scale: float, out: Product, second: RmsNorm,
+    gate_up: Product, activation: str, down: Product, head_norms: Sequence[RmsNorm] = (),
+) -> Callable[..., Tensor] | None:  # fmt: skip
+    """A layer that keeps what it multiplies by: :func:`before_cache` and :func:`after_cache` in one call, with their
+    bits, which costs the host a third of those two.
+
+    It sees what becomes of the values of its tensors, and not that another tensor takes the place of one. It has no
+    gradient and asks for none: call it under ``torch.no_grad()``.
+
+    Returns:
+        (x, cos, sin, keys, values, places, length, mask) → z. x, cos, sin: as :func:`before_cache` takes them. keys,
+        values (B, groups, room, D) and places (B, T): where k and v of the tokens go, as ``rotary_cache_`` takes them.
+        length: how many of a row are seen, the new ones among them. mask: (B, 1, T, length) bool, or None.
+        None: there are no kernels, or no module of classes (:func:`zoo.kernels.loading.classes`).
+
+    Raises:
+        ValueError: as those two, at the call.
+    """
+    classes = loading.classes()
+    if classes is None:
+        return None
+    layer: Callable[..., Tensor] = classes.TokenLayer(
+        norm, qkv, head_norms, heads, groups, scale, out, second, gate_up, activation, down
+    )
+    return layer
 
 
 def _refuse_gradients(*tensors: Tensor) -> None:

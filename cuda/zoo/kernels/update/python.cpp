@@ -1,27 +1,11 @@
-// The plan of an update as a class of Python (pybind11): a library of its own, since it is of one version of Python,
-// while the kernels are of none. It calls them through a table of addresses.
-#include <pybind11/pybind11.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
-
+// The plan of an update as a class of Python. It calls kernels through a table of addresses.
+#include "../common/python.h"
 #include "plan.h"
 
 namespace py = pybind11;
 
 namespace zoo {
 namespace {
-
-// The tensors of a list or tuple; `what` names it in messages.
-Tensors tensors_of(const py::sequence& list, const char* what) {
-  Tensors tensors;
-  tensors.reserve(list.size());
-  for (const py::handle& item : list) {
-    TORCH_CHECK_VALUE(THPVariable_Check(item.ptr()), what, "[", tensors.size(), "] is of type ",
-                      std::string(py::str(py::type::of(item))), "; it must be a tensor.");
-    tensors.push_back(THPVariable_Unpack(item.ptr()));
-  }
-  return tensors;
-}
 
 std::unique_ptr<UpdatePlan> plan_of(uintptr_t kernels, const py::sequence& params, const py::sequence& states,
                                     const py::sequence& masters, const py::object& steps) {
@@ -53,12 +37,13 @@ bool same_objects(const py::list& a, const py::list& b) {
 }
 
 }  // namespace
-}  // namespace zoo
 
-PYBIND11_MODULE(zoo_kernels_python, m) {
-  py::class_<zoo::UpdatePlan>(m, "UpdatePlan")
-      .def(py::init(torch::wrap_pybind_function(&zoo::plan_of)))
-      .def("update", torch::wrap_pybind_function(&zoo::step_of))
-      .def("count", torch::wrap_pybind_function(&zoo::UpdatePlan::count));
-  m.def("same_objects", &zoo::same_objects);
+void define_update_plan(py::module_& m) {
+  py::class_<UpdatePlan>(m, "UpdatePlan")
+      .def(py::init(torch::wrap_pybind_function(&plan_of)))
+      .def("update", torch::wrap_pybind_function(&step_of))
+      .def("count", torch::wrap_pybind_function(&UpdatePlan::count));
+  m.def("same_objects", &same_objects);
 }
+
+}  // namespace zoo
