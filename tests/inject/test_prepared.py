@@ -14,9 +14,10 @@ from tests.inject.models import SIZES, model_of
 from tests.profiles import examples
 
 pytest.importorskip("transformers")
-from zoo.inference import Sampling, generate
+from zoo.inference import Cache, Sampling, generate
 from zoo.inference import generation as loop
 from zoo.inject import inject
+from zoo.inject import prepared as module
 from zoo.inject.decoder import STATE
 from zoo.inject.prepared import Prepared, prepared
 from zoo.kernels import loading
@@ -128,7 +129,19 @@ def _module_of_others(model: Any) -> None:
     model.lm_head.__class__ = Doubling
 
 
-@pytest.mark.parametrize("change", [_hook, _pre_hook, _own_forward, _module_of_others], ids=lambda f: f.__name__)
+def _attentions_are_wanted(model: Any) -> None:
+    model.config._output_attentions = True
+    model(input_ids=torch.tensor([[5, 9]]))  # from now on transformers' hooks are there
+
+
+def _compiled_layer(model: Any) -> None:
+    model.model.layers[0].compile(backend="eager", fullgraph=True)
+
+
+CHANGES = [_hook, _pre_hook, _own_forward, _module_of_others, _attentions_are_wanted]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_a_model_that_others_have_their_hands_in_is_asked_at_each_call(change: Any, taken: list[bool]) -> None:
     model = model_of("Llama")
     inject(model)
@@ -137,8 +150,118 @@ def test_a_model_that_others_have_their_hands_in_is_asked_at_each_call(change: A
     assert not taken
 
 
-def test_what_a_prepared_layer_does_not_know_is_computed_as_ever(taken: list[bool]) -> None:
+@pytest.mark.dear
+def test_compiled_layers_are_asked_at_each_call(taken: list[bool]) -> None:
+    model = model_of("Llama")
+    inject(model)
+    right = generate(model, PROMPTS[:1], max_new_tokens=3, end=[])
+    taken.clear()
+    _compiled_layer(model)
+    assert same([right], [generate(model, PROMPTS[:1], max_new_tokens=3, end=[])])
+    assert not taken
+
+
+def test_biases_of_codes_that_are_one_product_are_those_of_now(taken: list[bool]) -> None:
+    model = model_of("Qwen2", head_dim=None, hidden_size=64, intermediate_size=64)
+    pack_linears(model, bits=8, group_size=16)
+    inject(model)
+    with torch.no_grad(), prepared(model):
+        generated(model)
+        model.model.layers[1].self_attn.q_proj.bias.add_(1.0)
+        found = generated(model)
+    taken.clear()
+    assert same(found, generated(model))
+    assert not taken
+
+
+class Replacing(Sampling):
+    """Gives the model another weight while it generates."""
+
+    model: Any = None
+
+    def pick(self, *args: Any) -> torch.Tensor:
+        layer = Replacing.model.model.layers[1].mlp.up_proj
+        layer.weight = torch.nn.Parameter(layer.weight.detach().flip(0))
+        return super().pick(*args)
+
+
+def test_samplings_of_others_may_change_the_model(taken: list[bool]) -> None:
+    found = []
+    for own in (True, False):
+        model = Replacing.model = model_of("Llama")
+        inject(model)
+        with pytest.MonkeyPatch.context() as patch:
+            if not own:
+                patch.setattr(Prepared, "__call__", lambda *_: None)
+            found.append(generated(model, sampling=Replacing()))
+    assert same(*found)
+    assert not taken
+
+
+def test_a_global_hook_that_puts_another_one_into_a_layer() -> None:
     model = injected("Llama", torch.float32, 0, False, False)
+    right = generated(model)
+    down = model.model.layers[0].mlp.down_proj
+    handles: list[Any] = []
+
+    def first(*_: Any) -> None:
+        handles.pop(0).remove()
+        handles.append(down.register_forward_hook(lambda _module, _args, y: 2 * y))
+
+    handles.append(torch.nn.modules.module.register_module_forward_pre_hook(first))
+    try:
+        assert not same(right, generated(model))
+    finally:
+        handles.pop().remove()
+    assert same(right, generated(model))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_interrupted_is_not_called_later(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model whose layers stayed prepared, a weight that is replaced counts."""
+    model = model_of("Llama")
+    inject(model)
+    if when == "before":
+        own, calls = module._prepared, []
+
+        def interrupted(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) > 1:
+                raise KeyboardInterrupt
+            return own(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_prepared", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                generated(model)
+    else:
+        state = model.model.layers[0].__dict__[STATE]
+        with torch.no_grad(), prepared(model):
+            stayed = state.prepared
+        state.prepared = stayed
+    up = model.model.layers[0].mlp.up_proj
+    up.weight = torch.nn.Parameter(up.weight.detach().flip(0))
+    found = generated(model)
+    monkeypatch.setattr(Prepared, "__call__", lambda *_: None)
+    assert same(found, generated(model))
+    assert is_prepared(model) == [False, False]
+
+
+def test_a_call_that_is_refused_leaves_the_cache_as_it_was() -> None:
+    model = injected("Llama", torch.float32, 0, False, False)
+    layer: Any = model.model.layers[0]
+    with torch.no_grad(), prepared(model):
+        cache = Cache(model.config, room=8)
+        model(input_ids=torch.tensor([[5, 9, 4]]), cache=cache, use_cache=True)
+        x, angles = torch.randn(1, 1, SIZES["hidden_size"]), torch.zeros(1, 1, 7)
+        with pytest.raises(ValueError, match="cos has shape"):
+            layer(x, cache=cache, use_cache=True, position_embeddings=(angles, angles))
+    assert [one.length for one in cache.layers] == [3, 3]  # type: ignore[attr-defined]
+
+
+def test_what_a_prepared_layer_does_not_know_is_computed_as_ever(taken: list[bool]) -> None:
+    model = model_of("Llama")  # whose attentions keep a hook of transformers
+    inject(model)
     ids = torch.tensor([[5, 9, 4]])
     with torch.no_grad():
         right = model(input_ids=ids).logits

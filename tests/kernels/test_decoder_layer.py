@@ -147,15 +147,21 @@ def test_a_prepared_layer_refuses_what_cannot_be(use_mode: UseMode) -> None:
     for i, wrong, message in (
         (0, before["x"][0], "x has 2 dims"), (6, 5, "room for 5 tokens"), (6, -1, "room for -1 tokens"),
         (3, memory[:, :1], "keys"), (0, before["x"].double(), "x"), (7, torch.ones(1, 1, 1, 2), "mask"),
+        (7, torch.ones(1, 1, 1, 3, dtype=torch.bool), "mask"), (7, torch.ones(1, 2, 1, 2, dtype=torch.bool), "mask"),
+        (7, torch.ones(2, dtype=torch.bool), "mask"), (4, memory.to("meta"), "on meta"),
         (0, before["x"][:, :, :16], "weight has shape"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             layer(*call[:i], wrong, *call[i + 1 :])
+    assert not memory.any()  # nothing was written
     assert layer(*call).shape == before["x"].shape
     with pytest.raises(ValueError, match="a product has 3"):
         prepare(before["norm"], before["qkv"][:2], **kinds)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be a tensor"):
         prepare(before["norm"], Product([None], [], []), **kinds)  # type: ignore[list-item]
+    for heads, groups in ((HEADS, 2**63 - 1), (2**62, 2**61), (HEADS, 0)):
+        with pytest.raises(ValueError, match=r"heads|at least 1"):
+            prepare(before["norm"], before["qkv"], **kinds | {"heads": heads, "groups": groups})(*call)  # type: ignore[misc]
     use_mode("reference")
     assert prepare(before["norm"], before["qkv"], **kinds) is None
 

@@ -187,7 +187,7 @@ class _Run:
                         index = waiting.pop()
                         self._begin(ids[index].to(device), index, names[index])
                     elif self.rows:
-                        if self.step is None:
+                        if self.step is None and type(self.sampling) is Sampling:  # one of others may change anything
                             stack.enter_context(prepared(self.model))
                         self._step()
                     else:

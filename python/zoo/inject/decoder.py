@@ -123,7 +123,7 @@ class Decoder(Injected):
         state: State | None = self.__dict__.get(STATE)
         if cache is None and kwargs:
             cache = kwargs.pop("past_key_values", None)
-        if state is not None and state.prepared is not None:
+        if state is not None and state.prepared is not None and not torch.compiler.is_compiling():
             z = state.prepared(hidden_states, attention_mask, position_embeddings, cache, kwargs)
             if z is not None:
                 state.runs += 1
@@ -238,7 +238,7 @@ def _knows(
         and all(one.weight.dtype is state.dtype for one in pieces.dense[-1:])
         and all(value is None or name in IGNORED for name, value in others.items())
         and _knows_mask(pieces, mask, how)
-        and _knows_positions(positions, x)
+        and knows_positions(positions, x)
         and pieces.watch.intact()
     )
 
@@ -258,7 +258,8 @@ def _knows_mask(pieces: Pieces, mask: Any, how: Any) -> bool:
     return plain and (mask.is_floating_point() or (how == "sdpa" and mask.dtype is torch.bool))
 
 
-def _knows_positions(positions: Any, x: Tensor) -> bool:
+def knows_positions(positions: Any, x: Tensor) -> bool:
+    """They are cos and sin, of one row or of each."""
     if not isinstance(positions, tuple) or len(positions) != 2:
         return False
     cos = positions[0]

@@ -15,46 +15,63 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.inject.decoder import IGNORED, STATE, State
+from zoo.inject.decoder import IGNORED, STATE, State, knows_positions
 from zoo.inject.kinds import attention_function
-from zoo.inject.watch import hooks_rest, is_plain, only_check
+from zoo.inject.watch import is_plain, only_check
 from zoo.kernels import loading
 from zoo.kernels.decoder_layer import prepare
 from zoo.kernels.thin_linear import FEW
+from zoo.parts.hooks import is_compiled
 
 Tensor = torch.Tensor
-KNOWN = ("torch", "transformers", "zoo")
-"""Packages whose modules change nothing about a model while it computes."""
+KNOWN = ("torch.nn.modules.", "transformers.", "zoo.nn.")
+"""Where the modules are from that change nothing about a model while it computes."""
+
+
+@dataclass(eq=False)
+class _Entered:
+    """One ``with prepared(...)``. thread: that is within it; None once it is left, which one step does: whatever
+    interrupts the rest, a layer that is still prepared is not called."""
+
+    thread: int | None
 
 
 @contextmanager
 def prepared(model: nn.Module) -> Iterator[None]:
     """Within it the injected layers of a model keep what they multiply by, for calls of this thread with one token of a
     row and a cache of ``zoo.inference``; all others are computed as ever, and so are all of a model with hooks, with
-    modules of other packages, or split over ranks.
+    compiled modules or such of other packages, or split over ranks.
 
     Who enters says that nobody gives the model other modules, hooks, options or tensors before it is left. Values of
     tensors may change.
     """
-    ours: list[State] = []
-    if not torch.is_grad_enabled() and all(map(_is_left_alone, model.modules())):
-        for layer in model.modules():
-            state: State | None = layer.__dict__.get(STATE)
-            if state is not None and state.pieces is not None and state.prepared is None:
-                state.prepared = _prepared(layer, state)
-                ours.append(state)
+    entered, ours = _Entered(get_ident()), list[State]()
     try:
+        if is_plain() and not _dispatches() and all(map(_is_left_alone, model.modules())):
+            for layer in model.modules():
+                state: State | None = layer.__dict__.get(STATE)
+                if state is None or (state.prepared is not None and state.prepared.entered.thread is not None):
+                    continue  # another thread's
+                ours.append(state)
+                state.prepared = _prepared(layer, state, entered)
         yield
     finally:
+        entered.thread = None
         for state in ours:
             state.prepared = None
 
 
+def _dispatches() -> bool:
+    """Whether every operation is handed to somebody."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def _is_left_alone(module: nn.Module) -> bool:
     return (
-        type(module).__module__.partition(".")[0] in KNOWN
+        f"{type(module).__module__}.".startswith(KNOWN)
         and "forward" not in module.__dict__
-        and (not module._forward_hooks or hooks_rest(module._forward_hooks))
+        and not is_compiled(module)
+        and not module._forward_hooks
         and (not module._forward_pre_hooks or only_check(module._forward_pre_hooks))
     )
 
@@ -64,7 +81,7 @@ class Prepared:
     """A layer as one call. index: in the cache. groups, dim: of keys and values."""
 
     layer: Callable[..., Tensor]
-    thread: int
+    entered: _Entered
     dtype: torch.dtype
     index: int
     groups: int
@@ -75,27 +92,30 @@ class Prepared:
         layers = getattr(cache, "layers", ())
         if (
             type(x) is not Tensor or x.dim() != 3 or x.shape[1] != 1 or x.shape[0] > FEW or x.dtype is not self.dtype
-            or self.index >= len(layers) or self.thread != get_ident() or not is_plain()
+            or self.index >= len(layers) or self.entered.thread != get_ident() or not is_plain()
         ):  # fmt: skip
             return None
         if any(value is not None and name not in IGNORED for name, value in others.items()):
             return None
-        if mask is not None and not (
-            type(mask) is Tensor and mask.dtype is torch.bool and mask.dim() == 4 and mask.shape[1] == 1
-        ):
-            return None
-        if not isinstance(positions, tuple) or len(positions) != 2 or type(positions[0]) is not Tensor:
-            return None
         layer = layers[self.index]
         place = getattr(layer, "place", None)
-        places = None if place is None else place(x.shape[0], 1, self.groups, self.dim, x)
+        if place is None or not knows_positions(positions, x):
+            return None
+        seen = layer.get_mask_sizes(1)[0]
+        if mask is not None and not (
+            type(mask) is Tensor and mask.dtype is torch.bool and mask.shape == (x.shape[0], 1, 1, seen)
+        ):
+            return None
+        places = place(x.shape[0], 1, self.groups, self.dim, x)
         if places is None:
             return None
         cos, sin = positions
-        return self.layer(x.contiguous(), cos.contiguous(), sin.contiguous(), *places, layer.placed(1), mask)
+        z = self.layer(x.contiguous(), cos.contiguous(), sin.contiguous(), *places, seen, mask)
+        layer.placed(1)
+        return z
 
 
-def _prepared(layer: nn.Module, state: State) -> Prepared | None:
+def _prepared(layer: nn.Module, state: State, entered: _Entered) -> Prepared | None:
     pieces = state.pieces
     if pieces is None or state.dtype is None or pieces.split or pieces.how() != "sdpa":
         return None
@@ -109,6 +129,8 @@ def _prepared(layer: nn.Module, state: State) -> Prepared | None:
     qkv, out, gate_up, down = products
     if any(one.weight.dtype is not state.dtype for one in pieces.dense):
         return None
+    if any(joint.bias() is not None for joint in pieces.joint.values()):
+        return None  # it is a copy, which would not have the values of later
     made = prepare(
         first.now(), qkv, heads=pieces.heads, groups=pieces.groups, scale=pieces.scaling, out=out, second=second.now(),
         gate_up=gate_up, activation=pieces.activation, down=down,
@@ -116,4 +138,4 @@ def _prepared(layer: nn.Module, state: State) -> Prepared | None:
     )  # fmt: skip
     if made is None:
         return None
-    return Prepared(made, get_ident(), state.dtype, pieces.attention.layer_idx, pieces.groups, pieces.dim)
+    return Prepared(made, entered, state.dtype, pieces.attention.layer_idx, pieces.groups, pieces.dim)

@@ -68,9 +68,10 @@ at::Tensor before_cache(const at::Tensor& x, const at::Tensor& norm, double eps,
                     "there are ", head_norms.size(), " norms of heads and ", head_eps.size(),
                     " eps; give two of each, of q and of k, or none.");
   at::Tensor qkv = multiply(norm_of(x, norm, eps, plus_one), {weights, biases, codes});
-  const int64_t all = heads + 2 * groups;
-  TORCH_CHECK_VALUE(qkv.size(2) % all == 0, "q, k and v have ", qkv.size(2), " features; they must be whole heads of ",
-                    heads, " q, ", groups, " k and ", groups, " v.");
+  const bool few = heads <= qkv.size(2) && groups <= qkv.size(2);  // so that their sum is a number
+  const int64_t all = few ? heads + 2 * groups : 1;
+  TORCH_CHECK_VALUE(few && qkv.size(2) % all == 0, "q, k and v have ", qkv.size(2),
+                    " features; they must be whole heads of ", heads, " q, ", groups, " k and ", groups, " v.");
   if (!head_norms.empty()) {
     const at::Tensor parts = qkv.view({qkv.size(0), qkv.size(1), all, qkv.size(2) / all});
     for (int i = 0; i < 2; ++i) {

@@ -59,7 +59,7 @@ class TokenLayer {
       const Norm one = norm_of(py::reinterpret_borrow<py::sequence>(norm), "head norm");
       head_weights_.push_back(one.weight);
       head_eps_.push_back(one.eps);
-      heads_plus_one_ = one.plus_one;
+      if (head_eps_.size() == 1) heads_plus_one_ = one.plus_one;
     }
   }
 
@@ -86,13 +86,21 @@ class TokenLayer {
     TORCH_CHECK_VALUE(x.dim() == 3 && keys.dim() == 4 && length >= 0 && length <= keys.size(2), "x has ", x.dim(),
                       " dims and keys have shape ", keys.sizes(), "; they must have 3 and 4, with room for ", length,
                       " tokens.");
+    if (mask)  // before anything is written
+      TORCH_CHECK_VALUE(
+          mask->sizes() == at::IntArrayRef({x.size(0), 1, x.size(1), length}) && mask->scalar_type() == at::kBool,
+          "mask is ", mask->scalar_type(), " of shape ", mask->sizes(), "; it must be bool of [", x.size(0), ", 1, ",
+          x.size(1), ", ", length, "].");
+    for (const at::Tensor& t : {x, cos, sin, keys, values, places})
+      TORCH_CHECK_VALUE(t.device() == first_.weight.device() && t.layout() == at::kStrided, "a tensor is ", t.layout(),
+                        " on ", t.device(), "; the layer is on ", first_.weight.device(), ", strided.");
     const at::Tensor qkv =
         before.call(x, first_.weight, first_.eps, first_.plus_one, qkv_.weights, qkv_.biases, qkv_.codes, head_weights_,
                     head_eps_, heads_plus_one_, cos, sin, keys, values, places, heads_, groups_);
     const int64_t dim = keys.size(3);
     const at::Tensor q = qkv.narrow(2, 0, heads_ * dim).view({x.size(0), x.size(1), heads_, dim}).transpose(1, 2);
     Optional shown;
-    if (mask) shown = mask->select(1, 0).expand({x.size(0), x.size(1), length});
+    if (mask) shown = mask->select(1, 0);
     return after.call(x, q, keys.narrow(2, 0, length), values.narrow(2, 0, length), shown, scale_, out_.weights,
                       out_.biases, out_.codes, second_.weight, second_.eps, second_.plus_one, gate_up_.weights,
                       gate_up_.biases, gate_up_.codes, activation_, down_.weights, down_.biases, down_.codes);
