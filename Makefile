@@ -16,7 +16,7 @@ FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11 python
 # each instruction set without its analysis of paths, which takes lengths and addresses for 0 that no caller passes.
 FORMATTED := $(wildcard $(addprefix cuda/zoo/kernels/,common/*.* */*.cu */*.h */binding.cpp */python.cpp)) \
   $(wildcard $(addprefix tests/kernels/emulator/,*.cpp include/*.h include/*/*.h))
-TIDY := $(filter-out %/binding.cpp,$(wildcard cuda/zoo/kernels/common/*.cpp))
+TIDY := $(filter-out %/binding.cpp %/python.cpp,$(wildcard cuda/zoo/kernels/common/*.cpp))
 TIDY_ISA := $(filter-out %/binding.cpp %/python.cpp cuda/zoo/kernels/common/%,$(wildcard cuda/zoo/kernels/*/*.cpp))
 
 # What decides the set of installed packages, and what decides the Rust extension.
