@@ -1,9 +1,10 @@
 """A bound on the time of a whole run that cuts off politely, and a page that says what ran.
 
 ``ZOO_TEST_MINUTES=30``: no test begins later than 30 minutes after the run did; those not reached are reported as
-skipped, "not run", and listed at the end. A failure before that fails the run as always. The order is drawn by the
-checked out files, so that a commit passes or fails and not a throw of the dice, and another one has other tests cut
-off; ``ZOO_TEST_ORDER=2`` draws another order, and a campaign another one each time.
+skipped, "not run", and listed at the end. A failure before that fails the run as always. The order is drawn by
+the week of the checked out commit: it passes or fails and not a throw of the dice, a mend is tried by the tests that
+failed, and another week has other tests cut off. ``ZOO_TEST_ORDER=2`` draws another order, and a campaign another one
+each time.
 
 ``ZOO_TEST_PAGE=page.md`` writes what ran, how many, what tests have counted (``record_property``), and the failures. Of
 tests that are one draw each, ``record_property("drawn", (kind, when, seconds))`` makes a table of all: how many of each
@@ -39,8 +40,8 @@ def bound_s() -> float:
 def pytest_configure(config: pytest.Config) -> None:
     # Workers inherit both: they count from the same moment and must collect in the same order.
     os.environ.setdefault(STARTED, str(time.time()))
-    files = zlib.crc32(matrices.files().encode())
-    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32) if profile() == "campaign" else files))
+    week = zlib.crc32(matrices.told_by_git("log", "-1", "--format=%ad", "--date=format:%G-%V").encode())
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32) if profile() == "campaign" else week))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -48,12 +48,14 @@ def is_whole(args: Sequence[str]) -> bool:
 
 
 def files() -> str:
-    """The name git has for the files of the checked out commit, whatever commit they are in; empty where git knows of
-    none, such as in an archive of sources."""
+    """The name git has for the files of the checked out commit, whatever commit they are in."""
+    return told_by_git("rev-parse", "HEAD^{tree}")
+
+
+def told_by_git(*command: str) -> str:
+    """What a command of git prints; empty where git knows of no commit, such as in an archive of sources."""
     try:
-        return subprocess.run(
-            ["git", "rev-parse", "HEAD^{tree}"], cwd=TESTS, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.run(["git", *command], cwd=TESTS, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 
