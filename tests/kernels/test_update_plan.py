@@ -260,7 +260,7 @@ def test_without_the_module_of_classes_an_optimizer_says_so_and_steps_with_the_s
             results.append([p.detach().clone() for p in case.params])
     assert all(map(torch.equal, *results))
     assert [r.message for r in caplog.records].count(caplog.records[0].message) == 1
-    assert "updates cannot be prepared once" in caplog.text
+    assert "updates and layers cannot be prepared once" in caplog.text
     with monkeypatch.context() as patched, loading.use_mode("native"):
         patched.setattr(loading, "_classes", None)
         patched.setattr(loading, "_why_not_classes", "no")
