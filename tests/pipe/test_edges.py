@@ -225,6 +225,44 @@ def test_a_weight_that_a_layer_returns_gets_the_gradient_of_the_next_stages() ->
     check([LayerSpec(Layer), LayerSpec(HandsOn), LayerSpec(Uses)], Case(pipe=3, schedule="zb_h1", num_micro=2))
 
 
+class WithPenalty(Layer):
+    def forward(self, x: Any) -> Any:
+        return self.linear(x), (2 * self.linear.weight).square().sum()
+
+
+class TakesPenalty(Layer):
+    def forward(self, x: Any) -> Any:
+        return self.linear(x[0]) * (1 + 0.01 * x[1])
+
+
+def test_a_weight_that_one_output_has_without_the_inputs_gets_both_gradients() -> None:
+    check([LayerSpec(Layer), LayerSpec(WithPenalty), LayerSpec(TakesPenalty)], Case(pipe=3, schedule="zb_h1"))
+
+
+class Merged(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH, 2))
+
+    def forward(self, x: Any) -> Any:
+        return torch.tanh(nn.functional.linear(x, self.linear.weight + self.up @ self.down))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Any) -> Any:
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("layer", [Merged, Normed])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_weight_that_is_made_of_others_has_its_gradient_while_these_are_whole(layer: Any, stage: int) -> None:
+    check([LayerSpec(layer) for _ in range(4)], Case(schedule="zb_h1", stage=stage, num_micro=2))
+
+
 class Tanh(Layer):
     def forward(self, x: Any) -> Any:
         return torch.tanh(self.linear(x))

@@ -14,8 +14,10 @@ Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2 (the two parts, th
 
 What is computed in the first part already: weights that are reached otherwise than by a matrix product (norms and
 convolutions read the weight itself in backward, which at ZeRO stage 3 is gone by then, and a function of one's own
-computes all of its gradients at once); weights that a stage uses twice, where the second part of one fork would pass
-the other one; and all of them where no input gets a gradient, as in the first stage: nobody waits for that one.
+computes all of its gradients at once); weights that are put together of others by what reads these (a product of two,
+weight_norm): the same; weights that a stage uses twice, or that an output is made of without the inputs, where the
+second part of one fork would pass the other use; and all of them where no input gets a gradient, as in the first stage:
+nobody waits for that one.
 """
 
 from __future__ import annotations
@@ -124,6 +126,7 @@ class _Graph:
     """Autograd's graph below some nodes."""
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[torch.Tensor]) -> None:
+        self._roots = roots
         self._order = _from_the_leaves(roots)
         wanted = {id(x) for x in inputs}
         leaves = {node: id(_variable(node)) for node in self._order if hasattr(node, "variable")}
@@ -137,6 +140,7 @@ class _Graph:
         """Groups whose weights may wait, and the weights that may not."""
         below: dict[Node, frozenset[Node]] = {node: frozenset([node]) for node in self._weights}
         forks: dict[Node, frozenset[Node]] = {}  # what nodes on the inputs' paths lead to beside these
+        read: set[Node] = set()  # by what puts them together
         for node in self._order:
             beside = [below[child] for child in _children(node) if child not in self._to_input]
             if node in self._to_input:
@@ -144,12 +148,15 @@ class _Graph:
                     forks[node] = frozenset().union(*beside)
             elif node not in below:
                 below[node] = frozenset().union(*beside)
-        several = _several(forks)
+                if below[node] and _reads(node):
+                    read |= below[node]
+        aside = [below[root] for root in dict.fromkeys(self._roots) if root in below]
+        never = read.union(_several(forks), *aside)
         forks = {node: found for node, found in forks.items() if node.name() in _PRODUCTS}
         groups = []
         for node, found in forks.items():
-            if found - several:
-                groups.append(_Group([_Fork(node)], [w for w in self._weights if w in found - several]))
+            if found - never:
+                groups.append(_Group([_Fork(node)], [w for w in self._weights if w in found - never]))
         waiting = {weight for group in groups for weight in group.weights}
         return groups, [weight for weight in self._weights if weight not in waiting]
 
@@ -162,6 +169,12 @@ def _several(forks: dict[Node, frozenset[Node]]) -> set[Node]:
         found |= seen & weights
         seen |= weights
     return found
+
+
+def _reads(node: Node) -> bool:
+    """Whether a node's backward may look at tensors of the forward: it has kept some, or has room for them."""
+    kept = [name for name in dir(node) if name.startswith("_raw_saved_")]
+    return any(name != "_raw_saved_tensors" or getattr(node, name) for name in kept)  # that one: of a Function
 
 
 def _children(node: Node) -> list[Node]:
