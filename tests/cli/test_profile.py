@@ -36,6 +36,22 @@ def asks(size: int) -> nn.Module:
     return nn.Linear(size, size)
 
 
+def frozen() -> Any:
+    return small().requires_grad_(False), (torch.ones(5, 8),)
+
+
+def one_tensor() -> Any:
+    return small(), torch.ones(5, 8)
+
+
+def too_many() -> Any:
+    return small(), (torch.ones(5, 8),), {}, 3
+
+
+def by_name() -> Any:
+    return nn.Linear(8, 4, dtype=torch.complex64), None, {"input": torch.ones(5, 8, dtype=torch.complex64)}
+
+
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["profile", *arguments])
 
@@ -52,6 +68,12 @@ def test_a_function_that_makes_a_model(tmp_path: Path) -> None:
     assert "(0): Linear(" not in found.stdout
     assert json.loads((tmp_path / "p.json").read_text())["model"]["forward"]["macs"] == 5 * (128 + 64)
     assert "<html" in (tmp_path / "p.html").read_text()
+
+
+def test_a_model_that_is_called_by_name_and_with_complex_numbers() -> None:
+    found = run(f"{HERE}:by_name", "--backward")
+    assert found.exit_code == 0, found.output
+    assert "FLOPs of backward" in found.stdout
 
 
 @pytest.mark.slow
@@ -86,6 +108,9 @@ def test_models_of_transformers_need_no_memory(kind: str, tmp_path: Path) -> Non
         ([f"{HERE}:nothing", "--shape", "3"], "returned a int"),
         ([f"{HERE}:broken"], f"{HERE}:broken raised RuntimeError: no weights here"),
         ([f"{HERE}:asks"], f"{HERE}:asks raised TypeError: asks() missing 1 required positional argument: 'size'"),
+        ([f"{HERE}:frozen", "--backward"], "without a tensor that has a gradient: there is no backward of it"),
+        ([f"{HERE}:one_tensor"], "returned a tensor of 5,8 as args and a dict as kwargs of its model; args"),
+        ([f"{HERE}:too_many"], "returned a tuple of 4, the first a Sequential; it returns a model, or"),
         ([f"{HERE}:small"], "give --shape, or return (model, args, kwargs)"),
         ([f"{HERE}:small", "--shape", "5x8"], "it is sizes with commas between them"),
         ([f"{HERE}:small", "--shape", "5,7"], "the model cannot be called with a tensor of 5,7: RuntimeError: "),

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from zoo.cli import app
 from zoo.config import load
-from zoo.io import AioConfig, Handle, _native
+from zoo.io import AioConfig, Handle, _native, bench
 from zoo.io.bench import Measurement, Operation, Sweep, best, run
 from zoo.io.verify import facts, verify
 
@@ -50,6 +50,29 @@ def test_settings_that_are_none(folder: Path) -> None:
         Sweep(folder=folder, operations=()).points()
     with pytest.raises(ValueError, match="block_size"):
         Sweep(folder=folder, block_sizes=(1000,)).points()
+
+
+def test_more_bytes_than_there_are_anywhere_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"size = 1125899906842624; the memory of this machine is \d+ bytes"):
+        run(Sweep(folder=folder, num_bytes=1 << 50))
+    monkeypatch.setattr(bench, "_free", lambda folder: 5000)
+    with pytest.raises(ValueError, match=r"size = 8192; the free space of .* is 5000 bytes: measure with a smaller"):
+        run(Sweep(folder=folder, num_bytes=8192))
+    assert not any(folder.iterdir())
+
+
+def test_files_that_cannot_be_written_are_said_before_anything_is_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("measured"))
+    for option, file, words in (
+        ("--json", "none/x.json", "x.json cannot be written: No such file or directory"),
+        ("--plot", "none/x.png", "x.png cannot be written: No such file or directory"),
+        ("--plot", "x.foo", "it takes .png, .svg, .pdf"),
+    ):
+        result = CliRunner().invoke(app, ["io", "bench", str(folder), option, str(folder / file)])
+        assert result.exit_code == 2
+        assert words in result.output
 
 
 def test_every_way_of_this_machine_moves_bytes_as_it_should(folder: Path) -> None:

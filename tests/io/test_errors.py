@@ -51,6 +51,17 @@ def test_tensors_that_cannot_travel_as_they_are(folder: Path, tensor: torch.Tens
     assert not (folder / "f").exists()
 
 
+def test_a_tensor_with_less_memory_than_its_elements_need(folder: Path) -> None:
+    tensor = torch.zeros(100)
+    part = tensor[50:]
+    tensor.untyped_storage().resize_(300)
+    with Handle() as handle:
+        for operation in (handle.pwrite, handle.pread):
+            with pytest.raises(ValueError, match=r"shape .50,. .* 200 bytes, and its storage has 100 for it"):
+                operation(part, folder / "f")
+        assert handle.pwrite(part[:25], folder / "f").num_bytes == 100
+
+
 def test_a_tensor_whose_storage_was_freed(folder: Path) -> None:
     tensor = torch.zeros(100)
     tensor.untyped_storage().resize_(0)
@@ -419,6 +430,8 @@ def test_waiting_has_an_end_if_wanted(folder: Path) -> None:
 
 
 def test_unknown_mock_numbers() -> None:
+    with pytest.raises(ValueError, match='direction = \'wirte\'; allowed are "read", "write" and None'):
+        Handle(backend=Mock(faults=(Fault(direction="wirte", error="EIO"),)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="short = 2"):
         Handle(backend=Mock(short=2))
     assert zoo.io.native_version()

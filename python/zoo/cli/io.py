@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure and check file transfers.")
 
+_PICTURES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -55,8 +56,14 @@ def bench(
 ) -> None:
     """Find the settings that suit the device of FOLDER: a table, and the aio section for a configuration."""
     with one_sentence(shared=False):
+        from zoo.cli.bench.results import check_writable
         from zoo.io import bench as measure
 
+        for file in (json_, plot):  # known before a long measurement
+            if file is not None:
+                check_writable(file)
+        if plot is not None and plot.suffix.lower() not in _PICTURES:
+            raise ValueError(f"{plot}: the suffix says what kind of picture to write; it takes {', '.join(_PICTURES)}.")
         given: dict[str, object] = {
             "block_sizes": tuple(num_bytes(text) for text in block_size or ()),
             "queue_depths": tuple(queue_depth or ()),
@@ -70,11 +77,10 @@ def bench(
         sweep.points()
         found = _with_progress(sweep)
         _print_table(found)
+        if json_ is not None:
+            write_whole(json_, measure.as_json(sweep, found) + "\n")
         if plot is not None:
             measure.plot(found, plot)
-        text = measure.as_json(sweep, found)
-        if json_ is not None:
-            write_whole(json_, text + "\n")
         typer.echo('"aio": ' + measure.best(found).model_dump_json(indent=2))
 
 

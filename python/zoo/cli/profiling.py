@@ -115,10 +115,16 @@ def call_of_function(name: str, shape: str | None) -> Call:
     except Exception as error:
         raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
     net, *rest = made if isinstance(made, tuple) else (made,)
-    args: Any = rest[0] if rest else ()
-    kwargs: Any = rest[1] if len(rest) > 1 else {}
-    if not isinstance(net, nn.Module):
-        raise ValueError(f"{name} returned a {type(net).__name__}; it returns a model, or (model, args, kwargs).")
+    args: Any = rest[0] if rest and rest[0] is not None else ()
+    kwargs: Any = rest[1] if len(rest) > 1 and rest[1] is not None else {}
+    if not isinstance(net, nn.Module) or len(rest) > 2:
+        what = f"a {type(net).__name__}" if not rest else f"a tuple of {len(made)}, the first a {type(net).__name__}"
+        raise ValueError(f"{name} returned {what}; it returns a model, or (model, args, kwargs).")
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
+        raise ValueError(
+            f"{name} returned {_described(args)} as args and {_described(kwargs)} as kwargs of its model; args are a "
+            "tuple, such as (tensor,), and kwargs a dict."
+        )
     if shape is not None:
         args = (torch.ones(_sizes(shape)),)
     if not args and not kwargs:
@@ -163,12 +169,11 @@ def first_tensor(out: Any) -> Tensor:
     Raises:
         ValueError: there is none.
     """
-    if isinstance(out, Tensor):
-        return out
-    values = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, (tuple, list)) else []
+    values: list[Any] = [out] if isinstance(out, Tensor) else []
+    values += list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, (tuple, list)) else []
     for value in values:
         if isinstance(value, Tensor) and value.requires_grad:
-            return value
+            return value.abs() if value.is_complex() else value
     raise ValueError(
         f"the model returns a {type(out).__name__}, without a tensor that has a gradient: there is no backward of it."
     )

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import resource
+import shutil
 import statistics
 import tempfile
 import time
@@ -88,8 +90,13 @@ class Measurement:
 
 
 def run(sweep: Sweep, *, progress: Callable[[int, int], None] = lambda done, of: None) -> list[Measurement]:
-    """Measure every point; ``progress(done, of)`` is called after each transfer."""
+    """Measure every point; ``progress(done, of)`` is called after each transfer.
+
+    Raises:
+        ValueError: see :meth:`Sweep.points`; or the bytes fit neither into the host's memory nor on the device.
+    """
     points = sweep.points()
+    _check_room(sweep)
     pool = BufferPool(sweep.num_bytes + 4096, pinned=False)
     tensor = (
         pool.empty(sweep.num_bytes, dtype=torch.uint8)
@@ -108,6 +115,18 @@ def run(sweep: Sweep, *, progress: Callable[[int, int], None] = lambda done, of:
             rates.setdefault((operation, point), []).append(_once(operation, point, tensor, path, sweep.backend))
             progress(number + 1, len(order))
     return [_summary(operation, point, found, sweep.num_bytes) for (operation, point), found in sorted_items(rates)]
+
+
+def _check_room(sweep: Sweep) -> None:
+    """Memory that is not there ends the process without a word."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for what, room in (("memory of this machine", memory), (f"free space of {sweep.folder}", _free(sweep.folder))):
+        if sweep.num_bytes > room:
+            raise ValueError(f"size = {sweep.num_bytes}; the {what} is {room} bytes: measure with a smaller size")
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
 
 
 def sorted_items(

@@ -18,8 +18,8 @@ def memory_of(tensor: torch.Tensor, *, verb: str, gpus: bool = False) -> tuple[i
 
     Raises:
         TypeError: not a tensor.
-        ValueError: on a device that is not reached, not dense, not contiguous, without memory, or its values are not
-            what is stored.
+        ValueError: on a device that is not reached, not dense, not contiguous, without memory or with less than its
+            elements need, or its values are not what is stored.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"cannot {verb} a {type(tensor).__name__}; give a torch.Tensor")
@@ -48,7 +48,20 @@ def memory_of(tensor: torch.Tensor, *, verb: str, gpus: bool = False) -> tuple[i
         raise ValueError(
             f"cannot {verb} a tensor of shape {tuple(tensor.shape)} that has no memory (its storage is freed)"
         )
+    _check_storage(tensor, address, size)
     return address, size
+
+
+def _check_storage(tensor: torch.Tensor, address: int, size: int) -> None:
+    """A transfer would go on in memory that is not the tensor's."""
+    storage = tensor.untyped_storage()
+    left = storage.data_ptr() + storage.nbytes() - address
+    if size > left:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} should have {size} bytes, and its storage has "
+            f"{max(left, 0)} for it: it was made smaller, or an element has less than a byte; give a uint8 tensor with "
+            "the bytes that there are"
+        )
 
 
 def mark_changed(tensor: torch.Tensor) -> None:

@@ -43,6 +43,8 @@ class Fault:
             raise ValueError(f"error = {self.error!r}; allowed are the names in the module errno, such as 'EIO'")
         number = getattr(errno, self.error) if self.error is not None else (self.short_bytes or self.delay_s or 0)
         kind = {"error": "errno", "short_bytes": "short", "delay_s": "delay"}[named[0]]
+        if self.direction not in (None, "read", "write"):
+            raise ValueError(f'direction = {self.direction!r}; allowed are "read", "write" and None')
         write = None if self.direction is None else self.direction == "write"
         length = (1 << 64) - 1 if self.length is None else self.length
         return write, self.offset, length, self.times, kind, float(number)

@@ -158,6 +158,9 @@ class BufferPool:
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype = torch.get_default_dtype() if dtype is None else dtype
+        given: Any = dtype
+        if not isinstance(given, torch.dtype):
+            raise TypeError(f"dtype = {dtype!r}; allowed is a torch.dtype, such as torch.float32")
         if any(size < 0 for size in sizes):
             raise ValueError(f"shape {sizes}; sizes are 0 or more")
         count = math.prod(sizes)
