@@ -277,3 +277,31 @@ def test_a_buffer_that_one_rank_changes_and_another_reads_is_refused() -> None:
     same(forward)
     with pytest.raises(sim.RankError, match="changes 'mean' on pipeline rank 0 and reads it on rank 2"):
         sim.run(3, one)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any, mask: Any = None, scale: float = 1.0) -> Any:
+        x = torch.tanh(self.first(x)) * scale
+        return self.second(x if mask is None else x * mask)
+
+
+def test_what_a_batch_gives_and_the_example_had_not_is_refused() -> None:
+    x = torch.ones(2, 4)
+    pipe = split(Scaled(), num_stages=1, example={"x": x, "scale": 3.0}, loss_fn=nn.functional.mse_loss)
+    for same in ({}, {"scale": 3.0}, {"mask": None}):
+        assert torch.equal(pipe({"x": x, **same}), pipe({"x": x}))
+    for more, words in (
+        ({"scale": 2.0}, r"traced with 'scale' = 3\.0, and this batch gives 2\.0; give split\(\) an example= like"),
+        ({"mask": x}, r"traced with 'mask' = None, and this batch gives \(2, 4\) float32"),
+        ({"other": 1}, r"traced without 'other', and this batch gives 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            pipe({"x": x, **more})
+    for example in (x, None):
+        pipe = split(Scaled(), num_stages=1, example=example, loss_fn=nn.functional.mse_loss)
+        with pytest.raises(ValueError, match=r"traced with 1 inputs, and this batch has 2; give split\(\) an example="):
+            pipe((x, x))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo.pipe.tracing.leaves import changed_in_place
 from zoo.pipe.tracing.regions import Around
 from zoo.pipe.tracing.symbols import Recorded, filled
+from zoo.pipe.trees import outline_text
 
 __all__ = ["Segment", "Use", "cut", "loss_of"]
 
@@ -48,6 +49,7 @@ class Segment:
             layer is run.
         loss_only: in training the outcome of the model is replaced by the loss in it.
         num_parameters: of all modules and parameters that are used.
+        fixed: arguments that batches do not give: what they were in the trace.
     """
 
     __name__: str
@@ -58,6 +60,7 @@ class Segment:
     is_first: bool
     is_last: bool
     loss_only: bool
+    fixed: Mapping[str, Any] = field(default_factory=dict, repr=False)
     owner: nn.Module | None = field(default=None, repr=False)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -80,6 +83,8 @@ class Segment:
     def __call__(self, x: Any) -> Any:
         owner = self._owner()
         part = self.parts[owner.training]
+        if self.is_first:
+            _check_rest(x, [node.meta["key"] for node in part.nodes if node.op == "placeholder"], self.fixed)
         values: dict[str, Any] = {} if self.is_first else dict(zip(part.inputs, map(_unpack, x), strict=True))
         with Around() as around:
             for node in part.nodes:
@@ -116,6 +121,29 @@ def _argument(x: Any, key: int | str) -> Any:
     if key >= len(many):
         raise ValueError(f"the model was traced with at least {key + 1} inputs; this batch has {len(many)}.")
     return many[key]
+
+
+def _check_rest(x: Any, keys: Sequence[int | str], fixed: Mapping[str, Any]) -> None:
+    """What a batch gives beside the arguments of the trace would be left out in silence."""
+    if any(isinstance(key, int) for key in keys):
+        if isinstance(x, tuple | list) and len(x) > len(keys):
+            raise ValueError(
+                f"the model was traced with {len(keys)} inputs, and this batch has {len(x)}; give split() an example= "
+                "with all of them."
+            )
+        return
+    for name, value in x.items() if isinstance(x, Mapping) else ():
+        if name in keys or (name in fixed and _same(value, fixed[name])):
+            continue
+        was = f"with {name!r} = {fixed[name]!r}" if name in fixed else f"without {name!r}"
+        raise ValueError(
+            f"the model was traced {was}, and this batch gives {outline_text(value)}; give split() an example= like "
+            "the batches, or leave it out of these."
+        )
+
+
+def _same(value: Any, traced: Any) -> bool:
+    return value is traced or (not isinstance(value, torch.Tensor) and bool(value == traced))
 
 
 def _computed(owner: nn.Module, node: fx.Node, values: Mapping[str, Any], constants: Mapping[str, Any]) -> Any:
@@ -177,13 +205,14 @@ def _unpack(value: Any) -> Any:
 
 def cut(
     model: nn.Module, recorded: Mapping[bool, Recorded], starts: Mapping[bool, Sequence[int]],
-    names: Sequence[str], *, loss_only: bool,
+    names: Sequence[str], *, loss_only: bool, fixed: Mapping[str, Any],
 ) -> list[Segment]:  # fmt: skip
     """The segments of a trace in training and one in evaluation.
 
     Args:
         starts: for each of the two, the places of the nodes with which the second segment and later ones begin.
         names: of the segments.
+        fixed: see :class:`Segment`.
     """
     parts = {mode: _parts(list(trace.graph.nodes), starts[mode]) for mode, trace in recorded.items()}
     constants: dict[str, Any] = {}
@@ -206,6 +235,7 @@ def cut(
                 is_first=number == 0,
                 is_last=number == len(names) - 1,
                 loss_only=loss_only,
+                fixed=fixed,
             )
         )
     return segments

@@ -63,9 +63,10 @@ def split(
         example: a batch of inputs: a dict of keyword arguments, a tuple of positional ones, or one tensor. Then
             branches and loops over shapes are followed as in the example, with a check in each forward that they are
             the same; plain values in a dict (``"use_cache": False``) are the same in all batches, and batches go
-            without them. Only shapes and dtypes of tensors are looked at; submodules and their hooks are called with
-            tensors without values. None: forward's parameters without defaults, of which nothing is known, not even
-            that they are tensors (``isinstance(x, torch.Tensor)``).
+            without them. A batch that gives another value, or an argument that the example has not, is refused. Only
+            shapes and dtypes of tensors are looked at; submodules and their hooks are called with tensors without
+            values. None: forward's parameters without defaults, of which nothing is known, not even that they are
+            tensors (``isinstance(x, torch.Tensor)``).
         leaf_functions: functions which the forwards that are cut through find among their globals, and which are
             called in each forward instead of being traced; those that make the masks of Hugging Face models are known.
         options: of :class:`PipelineModule`.
@@ -97,7 +98,7 @@ def split(
         )
     starts = {mode: [number for _, number in one][1:] for mode, one in found.items()}
     names = [type(module.get_submodule(path)).__name__ for path, _ in found[True]]
-    segments = cut(module, recorded, starts, names, loss_only=loss_fn is None)
+    segments = cut(module, recorded, starts, names, loss_only=loss_fn is None, fixed=_defaults(module) | fixed)
     if points is not None:
         options["partition_method"] = "uniform"
         if num_stages is None and not {"topology", "mesh"} & set(options):
@@ -185,6 +186,12 @@ def _inputs(module: nn.Module, example: Any) -> tuple[list[str | int], dict[str,
         )
     many = example if isinstance(example, tuple | list) else (example,)
     return list(range(len(many))), {}, dict(enumerate(many))
+
+
+def _defaults(module: nn.Module) -> dict[str, Any]:
+    """What arguments are that nobody gives."""
+    parameters = inspect.signature(module.forward).parameters
+    return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
 
 def _has_tensors(value: Any) -> bool:
