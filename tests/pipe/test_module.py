@@ -18,6 +18,7 @@ import zoo.engine
 from zoo import sim
 from zoo.pipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, TiedLayerSpec, split
 from zoo.pipe.partition import balanced, split_layers
+from zoo.pipe.schedules.one_f_one_b import OneFOneB
 
 
 def linears(num: int) -> list[Any]:
@@ -177,3 +178,20 @@ def test_weights_of_any_size_balance_stages(scale: float) -> None:
 def test_weights_that_are_none_are_told(method: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         PipelineModule(linears(2), num_stages=1, partition_method=method)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"layers": nn.Linear(2, 2)}, "got a Linear as layers; it takes a list"),
+        ({"layers": None}, "got a NoneType as layers"),
+        ({"loss_fn": "mse"}, "loss_fn='mse'; it takes a function"),
+        ({"activation_checkpoint_interval": 1.5}, "activation_checkpoint_interval=1.5; 0, or a number of layers"),
+        ({"schedule": 3}, "schedule=3; it takes a name, a mapping"),
+        ({"schedule": None}, "schedule=None; it takes a name"),
+        ({"schedule": OneFOneB}, "OneFOneB'>; it takes a name"),
+    ],
+)
+def test_arguments_of_another_kind_are_said_when_the_model_is_made(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PipelineModule(**{"layers": [LayerSpec(nn.Linear, 2, 2)], "num_stages": 1, **given})

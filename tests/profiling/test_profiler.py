@@ -307,6 +307,9 @@ def test_the_flame_page_needs_nothing_else(tmp_path: Path) -> None:
         (lambda: get_model_profile(small(), 5), "it is a tuple of sizes"),  # type: ignore[arg-type]
         (lambda: get_model_profile(small(), (2.5, 8)), "it is a tuple of sizes"),  # type: ignore[arg-type]
         (lambda: get_model_profile(small(), (5, 8), args=[torch.ones(5, 8)]), "input_shape and args"),
+        (lambda: get_model_profile(small(), args=torch.ones(5, 8)), "args of Tensor"),  # type: ignore[arg-type]
+        (lambda: get_model_profile(small(), kwargs=[1]), "kwargs of list"),  # type: ignore[arg-type]
+        (lambda: FlopsProfiler(small()).start_profile(nn.Linear), "is a list of classes"),  # type: ignore[arg-type]
         (lambda: get_model_profile(small(), (5, 8), mode="train"), "allowed are 'forward' and 'generate'"),
         (lambda: get_model_profile(small(), (5, 8), mode="generate"), "no method generate"),
     ],

@@ -103,10 +103,7 @@ class PipelineModule(Documented, nn.Module):
         self.stage_id: int = getattr(self._topology.get_coord(rank), AXIS)
         self.loss_fn, self.seed_layers, self.base_seed = loss_fn, seed_layers, base_seed
         self.seed_fn = _seed if seed_fn is None else seed_fn
-        if activation_checkpoint_interval < 0:
-            raise ValueError(
-                f"activation_checkpoint_interval={activation_checkpoint_interval}; 0, or a number of layers."
-            )
+        _check_arguments(layers, loss_fn, activation_checkpoint_interval)
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func or _checkpoint
         self.checkpointable_layers = checkpointable_layers
@@ -409,7 +406,24 @@ def builder(schedule: Any) -> Any:
         if set(schedule) - {"type", "params"} or not isinstance(schedule.get("type"), str):
             raise ValueError(f"schedule={schedule}; a mapping is {{'type': a name, 'params': its options}}.")
         return registry.build("pipe_schedule", schedule["type"], dict(schedule.get("params") or {}))
+    if isinstance(schedule, type) or not (hasattr(schedule, "placement") or hasattr(schedule, "for_model")):
+        raise ValueError(
+            f"schedule={schedule!r}; it takes a name, a mapping {{'type': a name, 'params': its options}}, or an "
+            "object with placement(num_ranks) and build(num_ranks, num_micro_batches)."
+        )
     return schedule
+
+
+def _check_arguments(layers: Any, loss_fn: Any, interval: Any) -> None:
+    if not isinstance(layers, Iterable):
+        raise ValueError(
+            f"PipelineModule got a {type(layers).__name__} as layers; it takes a list of LayerSpecs, modules and "
+            "functions, or an nn.Sequential. zoo.pipe.split(model, ...) cuts any other model."
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(f"loss_fn={loss_fn!r}; it takes a function of (outputs, labels), or None.")
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
+        raise ValueError(f"activation_checkpoint_interval={interval!r}; 0, or a number of layers.")
 
 
 def _check_layers(layers: Sequence[Any]) -> None:

@@ -74,6 +74,13 @@ def get_model_profile(
 def _arguments(
     model: nn.Module, input_shape: Sequence[int] | None, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    by_place: Any = args
+    by_name: Any = kwargs or {}
+    if isinstance(by_place, torch.Tensor) or not isinstance(by_name, Mapping):
+        raise ValueError(
+            f"get_model_profile() got args of {type(args).__name__} and kwargs of {type(kwargs).__name__}; args is a "
+            "list of what the model is called with, [tensor], and kwargs a dict."
+        )
     if input_shape is None:
         if not args and not kwargs:
             raise ValueError(

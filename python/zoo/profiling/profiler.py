@@ -7,7 +7,7 @@ import functools
 import sys
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,10 @@ class FlopsProfiler:
         Raises:
             ValueError: what is no class of modules.
         """
-        ignored = tuple(ignore_list or ())
+        listed: Any = ignore_list or ()
+        if not isinstance(listed, Iterable):
+            raise ValueError(f"ignore_list={ignore_list!r}; it is a list of classes of modules, [torch.nn.Dropout].")
+        ignored = tuple(listed)
         for one in ignored:
             given: Any = one
             if not (isinstance(given, type) and issubclass(given, nn.Module)):
