@@ -22,6 +22,7 @@ nobody waits for that one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,8 +174,13 @@ def _several(forks: dict[Node, frozenset[Node]]) -> set[Node]:
 
 def _reads(node: Node) -> bool:
     """Whether a node's backward may look at tensors of the forward: it has kept some, or has room for them."""
-    kept = [name for name in dir(node) if name.startswith("_raw_saved_")]
-    return any(name != "_raw_saved_tensors" or getattr(node, name) for name in kept)  # that one: of a Function
+    return any(name != "_raw_saved_tensors" or getattr(node, name) for name in _kept(type(node)))  # it: of a Function
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept(kind: type) -> tuple[str, ...]:
+    """The names of what a node of a kind keeps; they are the kind's, and to list them takes 12 µs."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _children(node: Node) -> list[Node]:
