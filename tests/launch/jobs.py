@@ -102,9 +102,10 @@ def alive(mark: str) -> dict[int, str]:
     return found
 
 
-def hear_interrupts() -> None:
-    """In a child: where tests run in the background of a shell, SIGINT would be ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def hear_signals() -> None:
+    """In a child: where tests run in the background of a shell SIGINT would be ignored, and SIGHUP beneath nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def basics(folder: Path, mark: str) -> dict[str, str]:
@@ -133,7 +134,7 @@ def launched(
     process = subprocess.Popen(
         [*before, sys.executable, *program, *words], env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=folder if inside else None,
-        preexec_fn=hear_interrupts,
+        preexec_fn=hear_signals,
     )  # fmt: skip
     found = Launched(process, mark, folder)
     try:

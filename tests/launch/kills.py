@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.real import netns
-from tests.launch.jobs import Launched, alive, basics, hear_interrupts, launched, new_mark
+from tests.launch.jobs import Launched, alive, basics, hear_signals, launched, new_mark
 from tests.launch.remote import HOST
 
 REMOTE = Path(__file__).with_name("remote.py")
@@ -103,7 +103,7 @@ class Cluster:
         environment = {"PATH": os.environ["PATH"], **basics(folder, self.mark)}
         server = subprocess.Popen(
             [*before, sys.executable, "-IS", str(REMOTE), "serve", str(self.port), *hosts], env=environment,
-            stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=hear_interrupts,
+            stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=hear_signals,
         )  # fmt: skip
         self.servers.append(server)
         assert server.stdout is not None

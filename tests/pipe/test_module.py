@@ -195,3 +195,16 @@ def test_weights_that_are_none_are_told(method: Any, said: str) -> None:
 def test_arguments_of_another_kind_are_said_when_the_model_is_made(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         PipelineModule(**{"layers": [LayerSpec(nn.Linear, 2, 2)], "num_stages": 1, **given})
+
+
+def test_names_of_no_layer_checkpoint_nothing_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def made(names: Any, interval: int) -> None:
+        PipelineModule(linears(2), num_stages=1, activation_checkpoint_interval=interval, checkpointable_layers=names)
+
+    for names, interval in ((["Linear", "Lnear"], 1), (["Lnear"], 0), (None, 1)):
+        made(names, interval)
+    assert caplog.text == ""
+    made(["Lnear"], 1)
+    assert "no layer is one of these" in caplog.text
+    with pytest.raises(ValueError, match="checkpointable_layers='Linear'; give a list"):
+        made("Linear", 0)

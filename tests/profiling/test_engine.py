@@ -112,6 +112,15 @@ def test_every_key_of_the_section_does_what_it_says(tmp_path: Path, capsys: pyte
     assert "<html" in Path(places["flame_file"]).read_text()
 
 
+@pytest.mark.parametrize("name", ["output_file", "json_file", "flame_file"])
+def test_a_profile_that_cannot_be_written_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    (tmp_path / "file").touch()
+    train(0, {name: str(tmp_path / "file/below")})
+    assert "the profile could not be written" in caplog.text
+
+
 def test_a_key_that_some_programs_write_changes_nothing() -> None:
     with pytest.warns(UserWarning, match="flops_profiler.step=7 has no effect: profile_step says which step"):
         found = load({**BASE, "flops_profiler": {"enabled": True, "step": 7}}, world_size=1)

@@ -77,6 +77,9 @@ def test_numbers_as_strings(number: float, text: str) -> None:
 def test_units_and_digits_can_be_asked_for() -> None:
     assert strings.number_to_string(1_234_567, units="K", precision=1) == "1234.6 K"
     assert strings.params_to_string(1_234_567_890, units="B") == "1.23 B"
+    for number, unit in ((strings.number_to_string, "k"), (strings.bytes_to_string, "GB")):
+        with pytest.raises(ValueError, match=f"units = '{unit}'; allowed are 'T', 'G'"):
+            number(1e9, units=unit)
 
 
 def test_one_call_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

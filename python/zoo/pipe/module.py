@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["PipelineModule"]
 
 AXIS = "pipe"
+_log = logging.getLogger("zoo.pipe")
 
 
 class PipelineModule(Documented, nn.Module):
@@ -58,14 +60,12 @@ class PipelineModule(Documented, nn.Module):
         topology: of all ranks of the job, with an axis "pipe".
         loss_fn: see above.
         seed_layers: before layer i is built, and before it runs, ``seed_fn`` is called with a seed that depends on i
-        and
-            not on the stages: at construction ``base_seed + i``; in forward one for each (micro-batch, data-parallel
-            rank, i), so that dropout does not repeat.
+            and not on the stages: at construction ``base_seed + i``; in forward one for each (micro-batch,
+            data-parallel rank, i), so that dropout does not repeat.
         seed_fn: ``torch.manual_seed`` and ``random.seed`` by default.
         base_seed: see ``seed_layers``.
         partition_method: "parameters" (equal numbers of parameters), "uniform" (of layers), "type:REGEX" (of layers
-        whose
-            class name matches), or a list with one weight for each layer, such as
+            whose class name matches), or a list with one weight for each layer, such as
             :func:`zoo.pipe.measure` returns.
         activation_checkpoint_interval: layers between two activations that are kept; 0 keeps all.
         activation_checkpoint_func: ``f(function, *inputs)``; by default the component ``activation_checkpoint.zoo``,
@@ -103,7 +103,7 @@ class PipelineModule(Documented, nn.Module):
         self.stage_id: int = getattr(self._topology.get_coord(rank), AXIS)
         self.loss_fn, self.seed_layers, self.base_seed = loss_fn, seed_layers, base_seed
         self.seed_fn = _seed if seed_fn is None else seed_fn
-        _check_arguments(layers, loss_fn, activation_checkpoint_interval)
+        _check_arguments(layers, loss_fn, activation_checkpoint_interval, checkpointable_layers)
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func or _checkpoint
         self.checkpointable_layers = checkpointable_layers
@@ -114,6 +114,8 @@ class PipelineModule(Documented, nn.Module):
         # Modules may be let go below.
         self._sized = [spec if isinstance(spec, LayerSpec) else size_of(spec) for spec in self.specs]
         self._counts, self._names = counts, list(map(_name_of, self.specs))
+        if self.stage_id == 0 and activation_checkpoint_interval and checkpointable_layers is not None:
+            _tell_of_names(checkpointable_layers, self._names)
         self._partition_method = partition_method
         self.schedule = self.adapted(builder(schedule))
         self.rank_of = tuple(self.schedule.placement(self.num_stages))
@@ -414,7 +416,7 @@ def builder(schedule: Any) -> Any:
     return schedule
 
 
-def _check_arguments(layers: Any, loss_fn: Any, interval: Any) -> None:
+def _check_arguments(layers: Any, loss_fn: Any, interval: Any, checkpointable: Any) -> None:
     if not isinstance(layers, Iterable):
         raise ValueError(
             f"PipelineModule got a {type(layers).__name__} as layers; it takes a list of LayerSpecs, modules and "
@@ -424,6 +426,16 @@ def _check_arguments(layers: Any, loss_fn: Any, interval: Any) -> None:
         raise ValueError(f"loss_fn={loss_fn!r}; it takes a function of (outputs, labels), or None.")
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
         raise ValueError(f"activation_checkpoint_interval={interval!r}; 0, or a number of layers.")
+    if isinstance(checkpointable, str) or not isinstance(checkpointable, Iterable | None):
+        raise ValueError(f"checkpointable_layers={checkpointable!r}; give a list of the names of classes.")
+
+
+def _tell_of_names(names: Iterable[str], there: Sequence[str]) -> None:
+    if not set(names) & set(there):
+        _log.warning(
+            "checkpointable_layers=%s: nothing is checkpointed, because no layer is one of these; their classes are %s",
+            list(names), ", ".join(sorted(set(there))),
+        )  # fmt: skip
 
 
 def _check_layers(layers: Sequence[Any]) -> None:

@@ -81,13 +81,20 @@ class FlopsProfilerPart:
             self._end()
 
     def _end(self) -> None:
-        section, profiler = self.section, self.profiler
+        profiler = self.profiler
         self._on, self._done = False, True
         if profiler is None:
             return
         profiler.end_profile()
         if profiler.not_counted:
             _log.warning("no formula for %s: what they compute is not in the profile.", sorted(profiler.not_counted))
+        try:
+            self._write(profiler)
+        except OSError as error:  # on rank 0 alone, in the midst of training: the other ranks would wait for it
+            _log.error("the profile could not be written: %s", error)
+
+    def _write(self, profiler: FlopsProfiler) -> None:
+        section = self.section
         profiler.print_model_profile(
             profile_step=section.profile_step, module_depth=section.module_depth, top_modules=section.top_modules,
             detailed=section.detailed, output_file=section.output_file,

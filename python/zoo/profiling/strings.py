@@ -20,10 +20,15 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
     Args:
         units: "T", "G", "M", "K", "", "m" or "u"; the largest one in which it is at least 1 if not given.
         precision: digits behind the point.
+
+    Raises:
+        ValueError: another unit.
     """
     if units is None:
         units = "" if num == 0 else next((unit for unit, size in _UNITS.items() if abs(num) >= size), "u")
-    return f"{round(num / _UNITS.get(units, 1.0), precision):g} {units}"
+    elif units not in _UNITS:
+        raise ValueError(f"units = {units!r}; allowed are {', '.join(map(repr, _UNITS))}, or None for what suits.")
+    return f"{round(num / _UNITS[units], precision):g} {units}"
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:

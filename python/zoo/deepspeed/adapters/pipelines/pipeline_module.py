@@ -39,8 +39,6 @@ class PipelineModule(_PipelineModule):
             from zoo import comm
 
             comm.init_distributed()  # which rank has which layers follows from the job
-        if checkpointable_layers is not None and isinstance(checkpointable_layers, str):
-            raise ValueError(f"checkpointable_layers={checkpointable_layers!r}; give a list of the names of classes.")
         super().__init__(
             layers, num_stages, topology, loss_fn, seed_layers, seed_fn, base_seed, partition_method,
             activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers, schedule=schedule,
