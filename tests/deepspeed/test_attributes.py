@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import logging
 from collections import defaultdict
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from tests.deepspeed.test_engine import batches, config, loss_of, net, start
+from tests.monitor.battery import read_tensorboard
 from torch import nn
 from zoo.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
 import zoo.deepspeed as deepspeed
 from zoo import sim
 from zoo.config import ConfigError
+from zoo.report.reading import read_log
 
 
 def train(engine: Any, rank: int, steps: int = 3) -> list[torch.Tensor]:
@@ -251,6 +254,26 @@ def test_events_of_the_program_go_to_its_monitors(tmp_path: Path) -> None:
     rows = list(csv.reader(found[0].open()))
     assert [(float(a), float(b)) for a, b in (row[-2:] for row in rows[1:])] == [(7, 1.5), (9, 2.5)]
     assert not start(1).monitor.enabled
+
+
+def test_events_that_count_otherwise_void_no_steps(tmp_path: Path) -> None:
+    """Of validation by epoch, say: their x is far below that of training."""
+    section = {"enabled": True, "output_path": str(tmp_path)}
+    for again in range(2):  # the second run continues in the same folder
+        engine = start(1, tensorboard={**section, "job_name": "board"}, jsonl_monitor={**section, "job_name": "lines"})
+        engine.monitor.write_events([("Val/loss", 0.25, 2 * again), ("step", 0.5, 2 * again)])
+        train(engine, 0, 3)
+        engine.monitor.write_events([("Val/loss", 0.75, 2 * again + 1)])
+        engine.destroy()
+        assert engine.engine.feed.failed == {}
+    rows = read_tensorboard(tmp_path / "board")
+    assert [(x, value) for name, x, value in rows if name == "Val/loss"] == [(0, 0.25), (1, 0.75), (2, 0.25), (3, 0.75)]
+    assert [value for name, _, value in rows if name == "Train/Samples/step"] == [1.0, 2.0, 3.0]  # of the second run
+    lines = [json.loads(line) for line in (tmp_path / "lines" / "records.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [None, 1, 2, 3, None] * 2
+    assert lines[0] == {"step": None, "total_samples": 0, "Val/loss": 0.25, "events/step": 0.5}
+    log = read_log(tmp_path / "lines" / "records.jsonl")
+    assert (log.broken, log.buckets.last) == (0, 3)
 
 
 # -- parameters and optimizers ----------------------------------------------------------------------------------------

@@ -53,11 +53,13 @@ class TensorBoardMonitor:
 
     def write(self, record: StepRecord) -> None:
         """Append a step."""
-        if self._continues or record.total_samples < self._latest:
+        of_a_step: bool = record.step is not None  # a program's own events are of none, and their x is the program's
+        if of_a_step and (self._continues or record.total_samples < self._latest):
             self._continues = False
             start = self._messages.SessionLog(status=self._messages.SessionLog.START)
             self._append(step=record.total_samples, session_log=start)
-        self._latest = record.total_samples
+        if of_a_step:
+            self._latest = record.total_samples
         scalars = events(record, scaled=self._scaled)
         value = self._summaries.Summary.Value
         values = [value(tag=name, simple_value=number) for name, number in scalars.items()]

@@ -188,6 +188,10 @@ def _skip_line(file: Any) -> int:
             return count
 
 
+_OF_NO_STEP = b'{"step": null,'
+"""How ``jsonl_monitor`` begins a line of events that a program gave for an x of its own (``engine.monitor``)."""
+
+
 def _rows(body: bytes, log: Log) -> list[dict[str, Any]]:
     """The records among these lines. All at once where all of them are, else line by line."""
     try:
@@ -199,7 +203,7 @@ def _rows(body: bytes, log: Log) -> list[dict[str, Any]]:
         pass
     found = []
     for line in body.split(b"\n"):
-        if line.strip():
+        if line.strip() and not line.startswith(_OF_NO_STEP):
             record = _record(line)
             if record is None:
                 log.broken += 1

@@ -67,7 +67,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
 
 @dataclass
 class _Events:
-    """What a sink is handed: a record of a step that has metrics alone."""
+    """What a sink is handed: metrics alone, of no step. ``total_samples`` is the x that the program says."""
 
     total_samples: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -76,6 +76,11 @@ class _Events:
     total_tokens: int = 0
     loss = loss_scale = grad_norm = skipped = step = step_s = None
     samples_per_s = tokens_per_s = wire_bytes = memory_bytes = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, the step being None; an event that is called as one of these two is "events/<name>"."""
+        own = {"step": None, "total_samples": self.total_samples}
+        return {**own, **{f"events/{name}" if name in own else name: value for name, value in self.metrics.items()}}
 
 
 def _records(events: Sequence[Event]) -> list[Any]:
