@@ -260,6 +260,21 @@ def test_a_step_that_is_skipped_counts_nothing_and_neither_does_evaluation() -> 
     assert all(getattr(model, name).weight.grad is not None for name in ("conv", "fc1", "fc2"))
 
 
+@pytest.mark.parametrize("pattern", ["1x1", "2:4"])
+def test_snip_momentum_leaves_frozen_weights_whole(pattern: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = sparse(None, **{**SNIP, "dense_ratio": 0.5}, block_pattern=pattern, excluded_modules=["conv"])
+    model = init_compression(Net(), config)
+    model.fc1.weight.requires_grad_(False)
+    before = model.fc1.weight.clone()
+    train(model, 6)
+    shares = {t.site.module: float(t.mask.float().mean()) for t in transforms_of(model)}  # type: ignore[attr-defined]
+    assert shares == {"fc1": 1.0, "fc2": 0.5}  # half of what is ranked
+    told = [record.getMessage() for record in caplog.records if "is it frozen?" in record.getMessage()]
+    assert len(told) == 1
+    assert "fc1.weight" in told[0]
+    assert torch.equal(redundancy_clean(model, config).fc1.weight, before)
+
+
 def test_a_copy_ranks_its_own_weights() -> None:
     config = sparse(None, **SNIP)
     model = init_compression(Net(), config)

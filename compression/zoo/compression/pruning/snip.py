@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +14,7 @@ from zoo.compression.pruning.masks import Pattern, as_matrix, from_matrix, large
 from zoo.compression.pruning.ranking import largest_of_all
 from zoo.compression.technique import Counts, Order, Site, Transform
 
+_log = logging.getLogger("zoo.compression")
 MOMENTUM, WEIGHT = 1.0, 0.9
 FLOOR = 0.02
 """The share of each weight that stays, however small its scores are beside those of others."""
@@ -30,7 +33,8 @@ class Together:
     and of each weight at least 2 %. What is masked keeps its value and has a score, and so may come back; after ``end``
     the mask stays. Of an N:M pattern floor(N·(1 - (1 - p)³)) of M go.
 
-    Of equal scores those stay whose weight's name comes first.
+    Of equal scores those stay whose weight's name comes first. A weight none of whose scores is above 0 (it is frozen,
+    or nothing uses it) stays whole, and is not counted; the log says so once.
 
     Until ``end`` each rank holds one fp32 number for each element, and sends it once a step (an all-reduce of w·g). Of
     a weight that is split along mesh axes it has the scores of the whole, and sends w·g to the ranks with other parts
@@ -48,7 +52,7 @@ class Together:
         self.members: list[SnipMask] = []
         self.ranks: Counts | None = None
         self.step = 0
-        self.loaded = False
+        self.loaded = self._told = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "ranks": None}
@@ -74,7 +78,10 @@ class Together:
     def prune(self, progress: float) -> None:
         """New masks, of the schedule's share at ``progress`` from 0 to 1."""
         gone = 1 - (1 - progress) ** 3
-        scores = {member.key: member.scores for member in self.members if member.scores is not None}
+        known = {member.key: member.scores for member in self.members if member.scores is not None}
+        scores = {key: s for key, s in known.items() if not s.numel() or bool(s.any())}
+        whole = [member for member in self.members if member.key in known and member.key not in scores]
+        self._leave(whole)
         if self.pattern.zeros:
             zeros = int(self.pattern.zeros * gone + 1e-9)
             masks = {key: self.pattern.all_but(s, zeros) for key, s in scores.items()}
@@ -84,6 +91,19 @@ class Together:
             if member.key in masks:
                 whole = from_matrix(self.pattern.spread(masks[member.key]), member.shape, member.out_dim)
                 member.mask = member.place.cut(whole).contiguous()
+
+    def _leave(self, members: Sequence[SnipMask]) -> None:
+        """All of them stays: there is no order among their elements."""
+        for member in members:
+            member.mask = torch.ones(member.part, dtype=torch.bool, device=member.device)
+        if members and not self._told:
+            self._told = True
+            names = [member.site.name for member in members]
+            _log.warning(
+                "snip_momentum: no gradient has come to %s, so that nothing of it is pruned; is it frozen? "
+                "excluded_modules says that this is meant",
+                ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+            )
 
     def _ranked(self, scores: dict[str, Tensor], ratio: float) -> dict[str, Tensor]:
         least = {key: num_kept(min(FLOOR, ratio), s.numel()) for key, s in scores.items()}
@@ -133,7 +153,7 @@ class SnipMask(Transform):
 
     def __init__(self, site: Site, weight: Tensor, together: Together, *, out_dim: int = 0) -> None:
         self.shape, self.together, self.out_dim, self.device = whole_shape(weight), together, out_dim, weight.device
-        self._part = tuple(weight.shape)
+        self.part = tuple(weight.shape)
         self.mask: Tensor | None = None
         self.scores: Tensor | None = None
         self.seen: Tensor | None = None
@@ -178,7 +198,7 @@ class SnipMask(Transform):
         if not self.together.collects:
             return None
         seen, self.seen = self.seen, None
-        return torch.zeros(self._part, dtype=torch.float32, device=self.device) if seen is None else seen
+        return torch.zeros(self.part, dtype=torch.float32, device=self.device) if seen is None else seen
 
     def take(self, mean: Tensor) -> None:
         """S ← 1.0·S + 0.9·Σ|w·g|."""
