@@ -108,3 +108,30 @@ def test_modes_of_parts_stay_and_layers_without_rows_and_arguments_by_name_count
     assert second is not None
     assert first.flops == second.flops == 2 * 10 * 32 * 16
     assert found.layers["empty"][1] is not None
+
+
+def test_operations_count_once_whatever_modules_are_around_them() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.fc = nn.Parameter(torch.ones(16)), nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.fc(x * self.scale)
+            return out
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position, self.inner = nn.Parameter(torch.zeros(5, 16)), Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.inner(x + self.position)
+            return self.inner.fc(out) @ self.position.T  # fc is called from outside of its parent too
+
+    found = report(Outer(), Outer(), inputs=torch.randn(5, 16))
+    layers = {name: pair[0].flops for name, pair in found.layers.items() if pair[0] is not None}
+    assert layers == {"(model)": 2 * 5 * 16 * 5, "inner": 0, "inner.fc": 2 * (2 * 5 * 16 * 16)}
+    assert found.totals()[0]["flops"] == sum(layers.values())  # type: ignore[arg-type]
+    alone = report(nn.Linear(16, 8), nn.Linear(16, 8), inputs=torch.randn(5, 16))
+    assert alone.totals()[0]["flops"] == 2 * 5 * 16 * 8

@@ -29,7 +29,7 @@ class LayerReport:
         levels: distinct values of the weight: 2^bits or fewer in a group that is quantised, more where scales differ.
         nonzero: share of the weight's elements.
         num_bytes: of all its tensors.
-        flops: of a forward; None where no inputs were given.
+        flops: of a forward, without those of modules inside; None where no inputs were given.
     """
 
     kind: str
@@ -176,36 +176,49 @@ def _layers(model: nn.Module, flops: Mapping[str, int] | None) -> dict[str, Laye
 
 
 def _flops(model: nn.Module, inputs: Any) -> dict[str, int]:
-    """Multiplications and additions of matrix products by module, as ``torch.utils.flop_counter`` counts them."""
+    """Multiplications and additions of matrix products by module, as ``torch.utils.flop_counter`` counts them, without
+    those of the modules that it calls."""
     from torch.utils.flop_counter import FlopCounterMode
 
     found: dict[str, int] = {}
+    inside: list[tuple[str, nn.Module]] = []
+    seen = 0
 
-    def packed(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs["x"]
-            found[name] = found.get(name, 0) + 2 * x.numel() * int(module.out_features)  # type: ignore[arg-type]
+    def settle() -> None:
+        """What came since the last time is the innermost module's."""
+        nonlocal seen
+        before, seen = seen, int(counter.get_total_flops())
+        name, module = inside[-1] if inside else ("", None)
+        if module is not None and not isinstance(module, PackedLinear):
+            found[name] = found.get(name, 0) + seen - before
 
-        return count
+    def entering(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            settle()
+            inside.append((name, module))
+            if isinstance(module, PackedLinear):  # the counter does not know its kernels, only their reference
+                x = args[0] if args else kwargs["x"]
+                found[name] = found.get(name, 0) + 2 * x.numel() * module.out_features
 
-    # The counter does not know the kernels of packed layers.
-    handles = [
-        module.register_forward_pre_hook(packed(name), with_kwargs=True)
-        for name, module in model.named_modules() if isinstance(module, PackedLinear)
-    ]  # fmt: skip
-    try:
-        with FlopCounterMode(display=False, depth=1 << 20) as counter:
+        return enter
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        settle()
+        inside.pop()
+
+    handles = []
+    with FlopCounterMode(display=False) as counter:
+        try:
+            for name, module in model.named_modules():
+                handles.append(module.register_forward_pre_hook(entering(name), with_kwargs=True))
+                handles.append(module.register_forward_hook(leave, always_call=True))
             if isinstance(inputs, Mapping):
                 model(**inputs)
             else:
                 model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    top = type(model).__name__
-    for name, by_operation in counter.get_flop_counts().items():
-        path = "" if name in ("Global", top) else name.removeprefix(top + ".")
-        found[path] = found.get(path, 0) + int(sum(by_operation.values()))
+        finally:
+            for handle in handles:
+                handle.remove()
     return found
 
 
