@@ -81,6 +81,26 @@ def test_what_is_masked_out_may_be_anything() -> None:
     assert torch.isfinite(student.grad).all()
 
 
+def test_classes_that_both_rule_out_add_nothing() -> None:
+    student, teacher = pair(4, 6, seed=1)
+    out = torch.tensor([False, False, False, True, False, True])  # a vocabulary that is padded
+    student.requires_grad_()
+    loss = logits_loss(student.masked_fill(out, -torch.inf), teacher.masked_fill(out, -torch.inf), temperature=2.0)
+    (grad,) = torch.autograd.grad(loss, student)
+    fewer = logits_loss(student[:, ~out], teacher[:, ~out], temperature=2.0)
+    torch.testing.assert_close(loss, fewer)
+    torch.testing.assert_close(grad, torch.autograd.grad(fewer, student)[0])
+    assert torch.isinf(logits_loss(student.masked_fill(out, -torch.inf), teacher))  # the teacher asks for them
+    assert torch.isnan(logits_loss(student, torch.full_like(teacher, torch.nan)))
+
+
+def test_what_is_in_fp64_stays_in_fp64() -> None:
+    student, teacher = (x.double() for x in pair(3, 4, seed=2))
+    student.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: logits_loss(x, teacher), student)
+    assert torch.autograd.gradcheck(lambda x: hidden_loss([x], [teacher], {0: 0}), student)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match=r"logits: the student has \(2, 3, 4\), the teacher \(2, 3, 5\)"):

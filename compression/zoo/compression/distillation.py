@@ -13,7 +13,8 @@ def logits_loss(student: Tensor, teacher: Tensor, *, temperature: float = 1.0, m
     """L = T²·mean Σ_c p_c·log(p_c/q_c), p = softmax(teacher/T), q = softmax(student/T), the mean over all but classes.
 
     T² keeps the size of the gradient (Hinton, Vinyals, Dean 2015, "Distilling the Knowledge in a Neural Network",
-    section 2).
+    section 2). A class to which the teacher gives p = 0, such as one that both rule out by -infinity, adds 0. In fp32,
+    of fp64 in fp64.
 
     Args:
         student, teacher: (..., C).
@@ -25,10 +26,11 @@ def logits_loss(student: Tensor, teacher: Tensor, *, temperature: float = 1.0, m
     _same("logits", student, teacher)
     if not temperature > 0:
         raise ValueError(f"temperature = {temperature}; it is above 0, and 1 leaves probabilities as they are.")
-    student, teacher = _kept(student.float(), mask), _kept(teacher.detach().float(), mask)
+    student, teacher = _kept(_wide(student), mask), _kept(_wide(teacher.detach()), mask)
     log_q = F.log_softmax(student / temperature, dim=-1)
     log_p = F.log_softmax(teacher / temperature, dim=-1)
-    each = (log_p.exp() * (log_p - log_q)).sum(-1)
+    p = log_p.exp()
+    each = torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1)
     return _mean(each, mask) * temperature**2
 
 
@@ -92,7 +94,7 @@ def _pairs(
                     f"{what}: layers has {number} for the {who}, which gives {len(there)}: 0 to {len(there) - 1}."
                 )
         _same(f"{what} of layers {i} and {j}", student[i], teacher[j])
-        found.append(one(student[i].float(), teacher[j].detach().float()))
+        found.append(one(_wide(student[i]), _wide(teacher[j].detach())))
     return torch.stack(found).sum()
 
 
@@ -102,6 +104,10 @@ def _same(what: str, student: Tensor, teacher: Tensor) -> None:
             f"{what}: the student has {tuple(student.shape)}, the teacher {tuple(teacher.shape)}; they are compared "
             "element by element. Give a teacher of the same width and vocabulary, and the same batch."
         )
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value if value.dtype is torch.float64 else value.float()
 
 
 def _kept(value: Tensor, mask: Tensor | None) -> Tensor:
