@@ -258,6 +258,33 @@ def test_every_group_gets_its_rate(name: str) -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [schedule.rate(12, 0), schedule.rate(12, 1)]
 
 
+@pytest.mark.parametrize("name", sorted(PARAMS))
+def test_a_group_that_comes_later_follows_and_is_resumed(name: str) -> None:
+    optimizer, both = _optimizer(0.5), _optimizer(0.5, 0.25)
+    schedule, wanted = _make(name, optimizer), _make(name, both)
+    for _ in range(3):
+        schedule.step()
+        wanted.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.25})
+    assert schedule.get_lr() == wanted.get_lr()
+    for _ in range(9):
+        schedule.step()
+        wanted.step()
+    assert schedule.get_last_lr() == wanted.get_last_lr()
+    assert schedule.state_dict() == wanted.state_dict()
+    again = _make(name, fresh := _optimizer(0.5))
+    fresh.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.125})
+    again.load_state_dict(schedule.state_dict())
+    assert again.get_last_lr() == schedule.get_last_lr()
+
+
+def test_a_list_has_no_value_for_a_group_that_comes_later() -> None:
+    schedule = _make("WarmupLR", optimizer := _optimizer(0.5, 0.5), warmup_max_lr=[0.1, 0.2])
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ValueError, match=r"got 2 values for warmup_max_lr; the optimizer has 3 parameter groups"):
+        schedule.step()
+
+
 def test_a_value_for_each_group() -> None:
     schedule = _make("WarmupLR", _optimizer(0.5, 0.5), warmup_max_lr=[0.1, 0.2])
     for _ in range(11):

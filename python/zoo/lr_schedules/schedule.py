@@ -40,7 +40,8 @@ class Schedule:
 
     Attributes:
         config: the options.
-        base_rates: the learning rates the groups had when the schedule was built.
+        base_rates: the learning rates the groups had when the schedule was built; of one that the optimizer got later
+            that which it had when the schedule first saw it.
         last_step: k of the rate that the groups have now.
 
     Raises:
@@ -116,6 +117,7 @@ class Schedule:
 
     def get_lr(self) -> list[float]:
         """The rate of each group at this step, by the formula."""
+        self._take_up()
         return [self.rate(self.last_step, group) for group in range(len(self.optimizer.param_groups))]
 
     def get_last_lr(self) -> list[float]:
@@ -146,6 +148,7 @@ class Schedule:
                 f"{type(self).__name__} got a state with the keys {sorted(state)}; it wants base_rates and last_step, "
                 "as its own state_dict() gives them."
             )
+        self._take_up()
         if len(state["base_rates"]) != len(self.base_rates):
             raise ValueError(
                 f"{type(self).__name__} got the state of {len(state['base_rates'])} parameter groups; the optimizer "
@@ -155,7 +158,20 @@ class Schedule:
         self.base_rates = [float(rate) for rate in state["base_rates"]]
         self._apply()
 
+    def _take_up(self) -> None:
+        """Groups that the optimizer has got since.
+
+        Raises:
+            ValueError: an option has a list with values for the groups of before.
+        """
+        groups = self.optimizer.param_groups
+        if len(groups) > len(self.base_rates):
+            for key in self.per_group:
+                check_groups(type(self).__name__, key, getattr(self.config, key), len(groups))
+            self.base_rates += [float(group["lr"]) for group in groups[len(self.base_rates) :]]
+
     def _apply(self) -> None:
+        self._take_up()
         for index, group in enumerate(self.optimizer.param_groups):
             values = self.values(self.last_step, index)
             fill = getattr(group.get("lr"), "fill_", None)
