@@ -153,3 +153,22 @@ def test_a_planned_chain_computes_the_same() -> None:
         forward_of(chain, x).sum().backward()
         grads.append(x.grad)
     assert torch.equal(*grads)  # type: ignore[arg-type]
+
+
+def test_units_that_change_their_input_are_not_computed_again() -> None:
+    units = nn.Sequential(Wide(WIDTH, 3), nn.ReLU(inplace=True), Wide(WIDTH, 3), nn.ReLU(inplace=True))
+    x = torch.randn(BATCH, WIDTH, requires_grad=True)
+    before = x.detach().clone()
+    costs = measure(units, x)
+    assert torch.equal(x, before)
+    assert [unit.changes_input for unit in costs] == [False, True, False, True]
+    tight = choose(costs, peak_bytes(costs, (0, 2)))
+    assert tight.recomputed <= {0, 2}
+    grads = []
+    for chain in (list(units), tight.apply(list(units))):
+        x.grad = None
+        forward_of(chain, x).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"with each of the 2 units that keep their input recomputed \d+ bytes"):
+        choose(costs, 1)

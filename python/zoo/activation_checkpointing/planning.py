@@ -34,6 +34,8 @@ class UnitCosts:
     """Whether the graph keeps y."""
     forward_s: float = 0.0
     """Of one forward: what a recomputation costs."""
+    changes_input: bool = False
+    """Whether it writes to x, as ``nn.ReLU(inplace=True)`` does: then it cannot be computed again."""
 
     @property
     def graph_bytes(self) -> int:
@@ -126,7 +128,8 @@ def choose(costs: Sequence[UnitCosts], budget_bytes: int) -> Plan:
     A knapsack, solved from the first unit to the last: of all choices so far that end in the same way, those remain
     that no other one beats in waiting bytes and in seconds, which is exact. Where more than 1,024 remain, some of them
     go: then the plan fits the budget but may not be the fastest. Chen et al. 2016 and Jain et al. 2020, "Checkmate",
-    pose the general problem; here units are a chain, and each is recomputed at most once.
+    pose the general problem; here units are a chain, and each is recomputed at most once, one that changes its input
+    never.
 
     Raises:
         ValueError: no choice fits; the message says what the least is.
@@ -135,7 +138,7 @@ def choose(costs: Sequence[UnitCosts], budget_bytes: int) -> Plan:
     for number, unit in enumerate(costs):
         further: dict[bool, list[_State]] = {False: [], True: []}
         for before, those in states.items():
-            for again in (False, True):
+            for again in (False,) if unit.changes_input else (False, True):
                 boundary = _boundary(costs, number, again, before)
                 waits = boundary + (0 if again else unit.saved_bytes)
                 room = budget_bytes - boundary - unit.graph_bytes
@@ -148,10 +151,12 @@ def choose(costs: Sequence[UnitCosts], budget_bytes: int) -> Plan:
         states = {again: _unbeaten(those) for again, those in further.items()}
     left = [*states[False], *states[True]]
     if not left:
-        least = peak_bytes(costs, range(len(costs)))
+        able = [number for number, unit in enumerate(costs) if not unit.changes_input]
+        every = "every unit" if len(able) == len(costs) else f"each of the {len(able)} units that keep their input"
         raise ValueError(
-            f"budget_bytes={budget_bytes} is less than any choice needs; with every unit recomputed {least} bytes of "
-            "saved tensors are there at once: give that much, or cut the model into smaller units."
+            f"budget_bytes={budget_bytes} is less than any choice needs; with {every} recomputed "
+            f"{peak_bytes(costs, able)} bytes of saved tensors are there at once: give that much, or cut the model "
+            "into smaller units."
         )
     _, seconds, link = min(left, key=_cheap)
     chosen = set()
@@ -214,8 +219,10 @@ def measure(
 def _measure_one(unit: Callable[..., Any], values: tuple[Any, ...], repeats: int) -> tuple[UnitCosts, Any]:
     given = pytree.tree_map_only(torch.Tensor, _as_input, values)
     saved: list[torch.Tensor] = []
+    versions = _versions(given)
     with torch.autograd.graph.saved_tensors_hooks(_noting(saved), lambda x: x):
         output = unit(*given)
+    changes = _versions(given) != versions
     kept = _storages([x for x in saved if not isinstance(x, nn.Parameter)])
     coming, going = _storages(given), _storages(output)
     parameters = _storages(list(unit.parameters())) if isinstance(unit, nn.Module) else {}
@@ -228,6 +235,7 @@ def _measure_one(unit: Callable[..., Any], values: tuple[Any, ...], repeats: int
         saved_bytes=sum(size for key, size in kept.items() if key not in coming | going | parameters),
         input_bytes=sum(coming.values()), output_bytes=sum(going.values()), forward_s=best,
         keeps_input=bool(kept.keys() & coming.keys()), keeps_output=bool(kept.keys() & (going.keys() - coming.keys())),
+        changes_input=changes,
     )  # fmt: skip
     return costs, output
 
@@ -241,9 +249,13 @@ def _noting(into: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _as_input(tensor: torch.Tensor) -> torch.Tensor:
-    """As it comes from the unit before: part of a graph that ends here."""
+    """As it comes from the unit before: part of a graph that ends here, and no leaf, to which a unit cannot write."""
     found = tensor.detach()
-    return found.requires_grad_() if found.is_floating_point() or found.is_complex() else found
+    return found.requires_grad_().clone() if found.is_floating_point() or found.is_complex() else found.clone()
+
+
+def _versions(values: Any) -> list[int]:
+    return [x._version for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor) and not x.is_inference()]
 
 
 def _storages(values: Any) -> dict[int, int]:
