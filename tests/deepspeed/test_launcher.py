@@ -205,6 +205,19 @@ def test_command_lines_of_other_launchers() -> None:
         assert found[-5:][1:] == ["-u", "train.py", "--lr", "1"]
 
 
+def test_srun_gets_values_with_commas_whole() -> None:
+    made = multinode_runner.SlurmRunner(runner.parse_args(["train.py"]), runner.encode_world_info(POOL), POOL)
+    made.add_export("NCCL_IB_HCA", "mlx5_0,mlx5_1")
+    made.add_export("NCCL_DEBUG", "INFO")
+    environment: dict[str, str] = {}
+    words = made.get_cmd(environment, POOL)
+    exports = words[words.index("--export") + 1].split(",")  # as srun reads it
+    assert exports[0] == "ALL"
+    assert all("=" in export for export in exports[1:])
+    assert "NCCL_DEBUG=INFO" in exports
+    assert environment == {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}  # ALL takes it from there
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [

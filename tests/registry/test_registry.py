@@ -139,6 +139,14 @@ def test_names_that_cannot_be_written_down_are_refused(kind: str, name: str, tar
         Registry().register(kind, name, target)
 
 
+def test_a_component_in_the_place_of_its_name_is_refused_by_a_sentence(registry: Registry) -> None:
+    for ask in (registry.get, registry.entry, registry.build):
+        with pytest.raises(RegistryError, match=r"a name is <class 'int'>, a type; it is a text"):
+            ask("optimizer", int)
+    with pytest.raises(RegistryError, match="a name is 3, a int; it is a text"):
+        registry.register("optimizer", 3, int)  # type: ignore[call-overload]
+
+
 def test_strings_are_imported_only_when_asked_for() -> None:
     sys.modules.pop("this", None)
     registry = Registry({"poem": {"zen": "this:s", "lost": "zoo_no_such_module:x", "half": "json:nothing"}})

@@ -174,6 +174,7 @@ class Registry:
         Raises:
             UnknownError: nobody does; lists the alternatives and the nearest one.
             DuplicateError: two origins do.
+            RegistryError: the kind or the name is no text.
         """
         with self._lock:
             return self._find(kind, name)
@@ -274,7 +275,17 @@ def installed() -> Iterable[EntryPoint]:
 
 
 def _key(kind: str, name: str) -> tuple[str, str]:
+    if problem := _no_text(kind, name):
+        raise RegistryError(problem)
     return kind, name.casefold()
+
+
+def _no_text(kind: Any, name: Any) -> str | None:
+    """A component in the place of its name, or None, say."""
+    for what, value in (("kind", kind), ("name", name)):
+        if not isinstance(value, str):
+            return f"a {what} is {value!r}, a {type(value).__name__}; it is a text, such as 'optimizer' or 'AdamW'"
+    return None
 
 
 def _resolve(entry: Entry) -> Any:
@@ -292,6 +303,8 @@ def _resolve(entry: Entry) -> Any:
 
 
 def _bad_name(kind: str, name: str, target: Any) -> str | None:
+    if problem := _no_text(kind, name):
+        return problem
     if not kind.isidentifier():
         return f"kind {kind!r} is not a word of letters, digits and underscores"
     if not name or any(letter.isspace() for letter in name):

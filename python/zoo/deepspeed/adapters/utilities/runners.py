@@ -201,7 +201,8 @@ class MVAPICHRunner(_Mpi):
 
 
 class SlurmRunner(_Mpi):
-    """``srun``. It cannot be told which slots of a host to use."""
+    """``srun``. It cannot be told which slots of a host to use. Variables whose values have commas, which end them on its
+    command line, are put into the environment that it is started with."""
 
     tool = "sinfo"
 
@@ -219,7 +220,12 @@ class SlurmRunner(_Mpi):
             found += ["--nodelist", ",".join(active_resources)]
         if self.args.num_gpus > 0:
             found += ["--gpus-per-node", str(each)]
-        exports = [f"{name}={value}" for name, value in self._meeting(active_resources).items()]
+        exports = []
+        for name, value in self._meeting(active_resources).items():
+            if "," in value:  # srun would end the value there; ALL takes it from here
+                environment[name] = value
+            else:
+                exports.append(f"{name}={value}")
         return [*found, "--export", ",".join(["ALL", *exports]), *self._script()]
 
 
