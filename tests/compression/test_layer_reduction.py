@@ -41,6 +41,15 @@ def test_layers_and_other_modules_begin_as_the_teachers() -> None:
     assert len(train(engine, 2)) == 2
 
 
+def test_layers_of_the_teacher_itself_are_not_overwritten() -> None:
+    model = Words(layers=2, seed=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    config = {"compression_training": section(teacher_layer=[1, 0])}
+    with pytest.raises(ValueError, match=r"the student has layers of the teacher itself.*copy\.deepcopy"):
+        init_compression(model, config, teacher_model=model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_buffers_come_along() -> None:
     teacher = nn.Sequential(nn.BatchNorm1d(3))
     teacher(torch.randn(8, 3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -312,3 +314,24 @@ def test_recipes_that_cannot_be(change: dict[str, object], sentence: str) -> Non
     with pytest.raises(ValueError, match=sentence):
         quantise(model, **options)  # type: ignore[arg-type]
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_blocks_that_get_no_tensor_are_refused() -> None:
+    class Listed(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return [super().forward(x[0])]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Listed(16, 16) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            given = [x]
+            for block in self.blocks:
+                given = block(given)
+            return given[0]
+
+    model = Model()
+    with pytest.raises(ValueError, match="a block is called with a list; its input has to be a tensor"):
+        quantise(model, Recipe(group_size=16, method="gptq"), blocks=list(model.blocks), batches=[torch.randn(4, 16)])

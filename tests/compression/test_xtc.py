@@ -289,6 +289,16 @@ def test_what_is_refused(options: dict[str, Any], sentence: str) -> None:
     assert not has_begun(model)
 
 
+def test_a_model_does_not_teach_itself() -> None:
+    model = Net(2)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"has weights of the teacher itself.*copy\.deepcopy"):
+        xtc(model, model, layers=LAYERS)
+    assert transforms_of(model) == []
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    xtc(model, copy.deepcopy(model), layers=LAYERS)
+
+
 class Scalar(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).mean()

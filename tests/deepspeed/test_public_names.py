@@ -15,6 +15,7 @@ from tests.monitor.battery import read_tensorboard
 from torch import nn
 from zoo.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from zoo.deepspeed.monitor.comet import CometMonitor
+from zoo.deepspeed.monitor.csv_monitor import csvMonitor
 from zoo.deepspeed.monitor.tensorboard import TensorBoardMonitor
 from zoo.deepspeed.monitor.wandb import WandbMonitor
 from zoo.deepspeed.runtime import lr_schedules
@@ -210,6 +211,19 @@ def test_tensorboard_has_the_events_by_samples(tmp_path: Path) -> None:
     monitor.sink.close()
     rows = read_tensorboard(tmp_path / "job")
     assert sorted(rows) == [("Train/loss", 10, 1.5), ("Train/loss", 20, 0.5), ("Train/lr", 10, 0.25)]
+
+
+def test_each_rank_has_a_place_where_all_of_them_write(tmp_path: Path) -> None:
+    def job(rank: int, ranks: str) -> None:
+        section = SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name=ranks, ranks=ranks)
+        monitor = csvMonitor(section)
+        monitor.write_events([("a", float(rank), 1)])
+        assert (monitor.sink is None) == (ranks == "first" and rank == 1)
+
+    for ranks in ("first", "all"):
+        sim.run(2, lambda rank, ranks=ranks: job(rank, ranks))
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.csv")}
+    assert found == {"first/a.csv", "all/rank_0/a.csv", "all/rank_1/a.csv"}
 
 
 @pytest.mark.parametrize(("monitor", "where", "given"), [

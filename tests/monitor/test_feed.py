@@ -138,3 +138,26 @@ def test_no_records_after_the_end() -> None:
 def test_a_queue_needs_room() -> None:
     with pytest.raises(ValueError, match="capacity=0"):
         Feed({}, capacity=0)
+
+
+def test_to_close_again_waits_again_and_closes_no_sink_that_is_written_to() -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    class Slow(Keeps):
+        def write(self, record: StepRecord) -> None:
+            begun.set()
+            assert gate.wait(10)
+            assert not self.closed
+            super().write(record)
+
+    sink = Slow()
+    feed = Feed({"slow": sink})
+    feed.put(record(1))
+    feed.put(record(2))
+    assert begun.wait(10)
+    for _ in range(2):
+        feed.close(timeout_s=0.01)
+        assert sink.closed == 0
+    gate.set()
+    feed.close()
+    assert (sink.steps, sink.closed, feed.failed) == ([1, 2], 1, {})

@@ -20,7 +20,7 @@ def begin_as_teacher(student: nn.Module, teacher: nn.Module, section: LayerReduc
 
     Raises:
         ValueError: modules that are not there, another number of layers, tensors of another shape (a teacher of another
-            width); the sentence names the module.
+            width), or tensors that student and teacher have in common; the sentence names the module.
     """
     pairs: list[tuple[str, nn.Module, str, nn.Module]] = []
     if section.teacher_layer:
@@ -43,6 +43,12 @@ def begin_as_teacher(student: nn.Module, teacher: nn.Module, section: LayerReduc
     for name in section.other_module_name:
         pairs.append((name, _module(student, name, "student"), name, _module(teacher, name, "teacher")))
     copies = [copy for pair in pairs for copy in _tensors(*pair)]
+    read = {id(value) for into, value in copies if into is not value}
+    if any(id(into) in read for into, value in copies if into is not value):
+        raise ValueError(
+            f"{WHERE}: the student has layers of the teacher itself, which would be overwritten while others begin as "
+            "they are. Give a teacher of its own, such as copy.deepcopy(model)."
+        )
     with torch.no_grad():
         for into, value in copies:
             into.copy_(value)

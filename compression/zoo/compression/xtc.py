@@ -116,10 +116,16 @@ def xtc(
         The student; everything outside of ``layers`` begins as the teacher's too.
 
     Raises:
-        ValueError: lists of layers that are not there, a student with more layers, or of another width, bits out of
-            range, patterns without modules; the model is as it was.
+        ValueError: lists of layers that are not there, a student with more layers, or of another width, or with layers
+            of the teacher itself, bits out of range, patterns without modules; the model is as it was.
     """
     ours, theirs = len(layers_of(model, layers)), len(layers_of(teacher, layers, who="teacher"))
+    kept = set(map(id, teacher.parameters()))
+    if any(id(p) in kept for layer in layers_of(model, layers) for p in layer.parameters()):
+        raise ValueError(
+            f"the student's {layers!r} has weights of the teacher itself, which would get few bits too, so that there "
+            "would be nothing to learn. Give a teacher of its own, such as copy.deepcopy(model)."
+        )
     if teacher_layers is None:
         if ours > theirs:
             raise ValueError(f"the student's {layers!r} has {ours} layers, the teacher's {theirs}; make it with fewer.")

@@ -91,7 +91,8 @@ class Feed:
             return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Give the sinks what waits, and close them. What takes longer than ``timeout_s`` is left behind, and told."""
+        """Give the sinks what waits, and close them. What takes longer than ``timeout_s`` is left behind, and told;
+        another call waits for it again."""
         bring = self._expected() if self._expected is not None and not self._ended else None
         if bring is not None:
             try:
@@ -101,12 +102,11 @@ class Feed:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-        thread, self._thread = self._thread, None
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
-        if thread is not None:
-            thread.join(timeout_s)
-            if thread.is_alive():
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
                 _log.warning(
                     "the monitors %s have not taken %d records after %g s; these are lost.",
                     ", ".join(self._sinks), len(self._waiting) + 1, timeout_s,

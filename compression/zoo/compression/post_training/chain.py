@@ -143,6 +143,11 @@ def _check_inputs(hidden: Tensor) -> None:
 
 
 def _as_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    if args and not isinstance(args[0], Tensor):
+        raise ValueError(
+            f"a block is called with a {type(args[0]).__name__}; its input has to be a tensor, the first argument or "
+            "the one called hidden_states. Name blocks that get one."
+        )
     if args:
         return Call(args[0].detach().clone(), args[1:], dict(kwargs))
     name = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), None)

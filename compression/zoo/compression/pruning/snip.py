@@ -80,8 +80,7 @@ class Together:
         gone = 1 - (1 - progress) ** 3
         known = {member.key: member.scores for member in self.members if member.scores is not None}
         scores = {key: s for key, s in known.items() if not s.numel() or bool(s.any())}
-        whole = [member for member in self.members if member.key in known and member.key not in scores]
-        self._leave(whole)
+        self._leave([member for member in self.members if member.key in known and member.key not in scores])
         if self.pattern.zeros:
             zeros = int(self.pattern.zeros * gone + 1e-9)
             masks = {key: self.pattern.all_but(s, zeros) for key, s in scores.items()}

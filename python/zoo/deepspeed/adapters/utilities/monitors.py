@@ -94,7 +94,7 @@ def _records(events: Sequence[Event]) -> list[Any]:
 
 
 class Monitor:
-    """One sink, on rank 0.
+    """One sink, on rank 0, or on each where ``ranks`` of its section is "all".
 
     Args:
         monitor_config: its section, or any object with the same attributes.
@@ -110,12 +110,12 @@ class Monitor:
         self.monitor_config, self.enabled = monitor_config, bool(monitor_config.enabled)
         self.sink: Any = None
         rank = dist.get_rank() if dist.is_initialized() else 0
-        if self.enabled and rank == 0:
+        if self.enabled and (rank == 0 or getattr(monitor_config, "ranks", "first") == "all"):
             module, _, name = self._home.partition(":")
             fields = (f for f in self._section.model_fields if hasattr(monitor_config, f))
             section = self._section(**{name: getattr(monitor_config, name) for name in fields})
             size = dist.get_world_size() if dist.is_initialized() else 1
-            place = Environment(config=None, rank=0, world_size=size, batch_rank=0, batch_ranks=size)
+            place = Environment(config=None, rank=rank, world_size=size, batch_rank=rank, batch_ranks=size)
             self.sink = getattr(import_module(module), name)(section, place)
 
     def write_events(self, event_list: Sequence[Event]) -> None:

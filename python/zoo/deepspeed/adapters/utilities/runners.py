@@ -201,8 +201,8 @@ class MVAPICHRunner(_Mpi):
 
 
 class SlurmRunner(_Mpi):
-    """``srun``. It cannot be told which slots of a host to use. Variables whose values have commas, which end them on its
-    command line, are put into the environment that it is started with."""
+    """``srun``. It cannot be told which slots of a host to use. On its command line a comma ends a value: variables
+    that have one are put into the environment that it is started with."""
 
     tool = "sinfo"
 
