@@ -160,6 +160,11 @@ def test_what_is_no_result() -> None:
         Measured.from_dict({})
     with pytest.raises(ValueError, match="this is no result of zoo bench comm: 'points'"):
         Measured.from_dict({"format": "zoo bench comm 1"})
+    whole = measured(point("send", 64, 64, 1e-5)).to_dict()
+    odd = [{**whole["points"][0], "median_s": value} for value in (0, "1", None, float("nan"))]
+    for changes in ({"nodes": "1"}, {"skipped": [["send"]]}, *({"points": [one]} for one in odd)):
+        with pytest.raises(ValueError, match="this is no result of zoo bench comm: "):
+            Measured.from_dict({**whole, **changes})
 
 
 def test_the_table_has_bandwidths_and_lines() -> None:

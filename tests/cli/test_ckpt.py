@@ -291,3 +291,9 @@ def test_a_latest_that_is_none_does_not_hide_what_is_there(tmp_path: Path) -> No
     (tmp_path / "latest").symlink_to("/etc/hostname")
     assert ckpt("ls", tmp_path).exit_code == 0
     assert ckpt("show", tmp_path).exit_code == 0
+
+
+def test_groups_that_are_no_json_are_named(tmp_path: Path) -> None:
+    (tmp_path / "groups.json").write_text("[[")
+    said = sentence(ckpt("import", tmp_path / "none", tmp_path / "out", "--groups", tmp_path / "groups.json"), 2)
+    assert "groups.json' is no JSON" in said

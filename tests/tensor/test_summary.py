@@ -94,6 +94,15 @@ def test_the_command_prints_plan_bytes_and_messages(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["tensor", "plan", str(tmp_path / "none")]).exit_code == 2
 
 
+@pytest.mark.parametrize("text", ["3", '{"model_type": "llama", "hidden_size": "wide"}'])
+def test_a_file_that_is_no_configuration_is_one_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    result = CliRunner().invoke(app, ["tensor", "plan", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "is no configuration of a model" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_what_does_not_fit_is_told() -> None:
     with torch.device("meta"):
         empty = Decoder(Shape(heads=4))

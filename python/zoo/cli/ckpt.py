@@ -258,7 +258,10 @@ def import_(
 def _groups(path: Path | None) -> list[list[str]] | None:
     if path is None:
         return None
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--groups {str(path)!r} is no JSON: {error}") from None
     if not isinstance(found, list) or not all(
         isinstance(group, list) and all(isinstance(name, str) for name in group) for group in found
     ):

@@ -71,8 +71,11 @@ def empty_model(path: Path, **options: Any) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             path, trust_remote_code=False, local_files_only=True, **options
         )
-    except OSError as error:  # what transformers says of a file that is no JSON
+    except (OSError, ValueError) as error:  # what transformers says of a file that is no JSON, or of no model it knows
         raise ValueError(str(error)) from None
+    except Exception as error:  # values that its class cannot be made of, in the words of many packages
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} is no configuration of a model: {type(error).__name__}: {said}") from error
     kinds = [getattr(transformers, f"AutoModel{name}") for name in ("ForCausalLM", "ForSeq2SeqLM", "ForMaskedLM", "")]
     for kind in kinds:
         if type(config) in kind._model_mapping:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,6 +108,17 @@ class Point:
     lowest_s: float
     highest_s: float
 
+    def check(self) -> None:
+        """Refuse what is no measurement, in a file that something else wrote.
+
+        Raises:
+            ValueError: a number that is none, or no time.
+        """
+        for key in ("message_bytes", "wire_bytes", "repetitions", "median_s", "lowest_s", "highest_s"):
+            value = getattr(self, key)
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise ValueError(f"{key} = {value!r} of {self.operation}, and it is a number above 0")
+
     @property
     def algorithm_bandwidth(self) -> float:
         """Message bytes by median seconds."""
@@ -177,7 +189,12 @@ class Measured:
             )
             facts = {key: given[key] for key in ("ranks", "nodes", "backend", "device", "dtype", "seconds")}
             skipped = tuple((str(name), int(size)) for name, size in given["skipped"])
-        except (KeyError, TypeError) as error:
+            for key in ("ranks", "nodes"):
+                if type(facts[key]) is not int:
+                    raise TypeError(f"{key} = {facts[key]!r}, and it is a whole number")
+            for point in points:
+                point.check()
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no result of zoo bench comm: {error}.") from error
         return cls(**facts, points=points, skipped=skipped)
 
