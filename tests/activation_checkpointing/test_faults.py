@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from zoo.activation_checkpointing import (
     checkpoint,
     state,
 )
-from zoo.activation_checkpointing.storages import Contiguous, Keep
+from zoo.activation_checkpointing.storages import Contiguous, Host, Keep, Nvme
 
 FORMS = pytest.mark.parametrize("reentrant", [False, True], ids=["not re-entrant", "re-entrant"])
 
@@ -241,3 +244,32 @@ def test_settings_that_contradict_each_other() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             ActivationCheckpointing(ActivationCheckpointingConfig(**given))
+
+
+class Block(nn.Module):
+    def __init__(self, storage: Any) -> None:
+        super().__init__()
+        self.linear, self.checkpoint = nn.Linear(4, 4), ActivationCheckpointing(storage=storage)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.checkpoint(self.linear, x)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["none", "contiguous", "host", "host in buffers", "nvme"])
+def test_models_that_checkpoint_are_copied_and_pickled(kind: str, tmp_path: Path) -> None:
+    kinds: dict[str, Callable[[], Any]] = {
+        "none": lambda: None, "contiguous": lambda: Contiguous(1), "host": Host,
+        "host in buffers": lambda: Host(num_checkpoints=1), "nvme": lambda: Nvme(tmp_path, staging_bytes=1 << 20),
+    }  # fmt: skip
+    block, x = Block(kinds[kind]()), torch.randn(2, 4, requires_grad=True)
+    waiting = block(x)  # its place is taken
+    for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert twin.checkpoint.saved_bytes == 0
+        assert type(twin.checkpoint.storage) is type(block.checkpoint.storage)
+        y = twin(x)
+        assert torch.equal(y, waiting)
+        y.sum().backward()
+    waiting.sum().backward()
+    if kind == "nvme":
+        assert twin.checkpoint.storage.staging_bytes == 1 << 20

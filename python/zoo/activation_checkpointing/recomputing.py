@@ -72,6 +72,7 @@ class ActivationCheckpointing:
         problems = list(config.contradictions())
         if problems:
             raise ValueError("; ".join(problems) + ".")
+        self._given = storage
         self.storage = storage if storage is not None else _storage_of(config, group, aio)
         self.group, self.aio, self._tracker = group, aio, tracker
         self._contexts = contexts_of(config.save) if config.save else None
@@ -79,6 +80,10 @@ class ActivationCheckpointing:
         self._told = False
         self._numbers = itertools.count()
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+
+    def __reduce__(self) -> Any:
+        """A copy has the same settings, and a storage of its own in which nothing waits."""
+        return _like, (type(self), self.config, self.group, self._given, self._tracker, self.aio)
 
     @property
     def tracker(self) -> CudaRNGStatesTracker:
@@ -169,6 +174,13 @@ class ActivationCheckpointing:
             if call is not None:
                 call.fetch()
                 return
+
+
+def _like(
+    kind: type[ActivationCheckpointing], config: ActivationCheckpointingConfig, group: Any, storage: Storage | None,
+    tracker: CudaRNGStatesTracker | None, aio: AioConfig | None,
+) -> ActivationCheckpointing:  # fmt: skip
+    return kind(config, group, storage=storage, tracker=tracker, aio=aio)
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

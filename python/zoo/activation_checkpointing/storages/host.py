@@ -35,6 +35,10 @@ class Host:
         self.ring = None if num_checkpoints is None else Ring(num_checkpoints, lambda size, _: self._empty(size))
         self._streams: dict[torch.device, Any] = {}
 
+    def __reduce__(self) -> Any:
+        places = None if self.ring is None else self.ring.num_checkpoints
+        return _host, (places, self._capacity_bytes)  # a copy has memory of its own
+
     @property
     def pool(self) -> BufferPool:
         """Where the host memory is from."""
@@ -70,6 +74,10 @@ class Host:
             self.ring.reset()
         if self._pool is not None:
             self._pool.trim()
+
+
+def _host(num_checkpoints: int | None, capacity_bytes: int) -> Host:
+    return Host(num_checkpoints=num_checkpoints, capacity_bytes=capacity_bytes)
 
 
 class _Copied:

@@ -44,7 +44,7 @@ class Nvme:
     def __init__(
         self, path: str | os.PathLike[str], *, aio: AioConfig | None = None, staging_bytes: int = 1 << 28
     ) -> None:
-        self.staging_bytes = staging_bytes
+        self.staging_bytes, self._path, self._aio = staging_bytes, os.fspath(path), aio
         self._handle = Handle.from_config(aio or AioConfig(), pool=BufferPool(1 << 46))
         name = Path(path, f".activations-{uuid.uuid4().hex}")
         try:
@@ -64,6 +64,9 @@ class Nvme:
         self._leaving: list[tuple[Future, int, int]] = []
         self._staged = 0
         self._finalizer = weakref.finalize(self, _close, os.getpid(), self._handle, self._writes, self._reads)
+
+    def __reduce__(self) -> Any:
+        return _nvme, (self._path, self._aio, self.staging_bytes)  # a copy has a file of its own
 
     @property
     def file_bytes(self) -> int:
@@ -156,6 +159,10 @@ class Nvme:
         if held is not None:
             held.finish()
         return True
+
+
+def _nvme(path: str, aio: AioConfig | None, staging_bytes: int) -> Nvme:
+    return Nvme(path, aio=aio, staging_bytes=staging_bytes)
 
 
 class _OnDisk:

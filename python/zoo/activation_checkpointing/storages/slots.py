@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -107,6 +108,9 @@ class Contiguous:
 
     def __init__(self, num_checkpoints: int) -> None:
         self.ring = Ring(num_checkpoints)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.ring.num_checkpoints,)  # a copy has buffers of its own
 
     def put(self, flat: torch.Tensor, position: int, private: bool) -> Held:
         slot = self.ring.take(position, flat.nbytes, flat.device)
