@@ -278,3 +278,19 @@ def test_what_is_kept_of_deepspeed_is_current() -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join([".", *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert json.loads(done.stdout.splitlines()[-1]) == PEERS["signatures"]
+
+
+def test_what_is_wrong_with_an_argument_is_one_sentence_and_changes_nothing() -> None:
+    configure(None, contiguous_checkpointing=True, num_checkpoints=2)
+    before = current()
+    for wrong, said in (
+        (
+            lambda: configure(None, num_checkpoints=0),
+            r"\.number_checkpoints: given 0 .*allowed",
+        ),
+        (lambda: configure(None, checkpoint_in_cpu="yes"), r"given 'yes' .*allowed: bool"),  # type: ignore[arg-type]
+        (lambda: activation.set_num_layers(-1), r"number_checkpoints: given -1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            wrong()
+        assert current() is before

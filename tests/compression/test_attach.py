@@ -283,3 +283,11 @@ def test_subclasses_and_containers_that_are_not_called_as_modules() -> None:
     assert isinstance(model.b, Recursive)
     assert type(model.b).forward is not Recursive.forward
     assert type(Recursive(2, 2)).forward is Recursive.forward, "other modules of the class stay as they are"
+
+
+def test_a_weight_that_is_taken_away_afterwards_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    attach(model[0], "weight", "weight", Times(site("0")))
+    nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(ValueError, match=r"0\.weight is no parameter any more .*parametrize"):
+        model(torch.randn(2, 4))

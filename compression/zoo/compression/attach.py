@@ -177,7 +177,14 @@ def _changed(module: nn.Module, attached: Attached, own: Callable[..., Any], arg
         for (where, path), transforms in attached.transforms.items():
             if where == "weight" and any(t.active for t in transforms):
                 owner, name = owner_of(module, path)
-                value = _through(module, transforms, owner._parameters[name])
+                weight = owner._parameters.get(name)
+                if weight is None:
+                    raise ValueError(
+                        f"{transforms[0].site.name} is no parameter any more (torch.nn.utils.parametrize, weight_norm "
+                        "and the like take it away), and a transform changes it. Leave the module out of its patterns, "
+                        "or remove what computes its weight."
+                    )
+                value = _through(module, transforms, weight)
                 shadowed.append((owner.__dict__, name, owner.__dict__.get(name)))
                 owner.__dict__[name] = value
         inputs = attached.transforms.get(("input", ""))

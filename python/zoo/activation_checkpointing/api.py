@@ -67,7 +67,7 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize, "profile": profile,
     }  # fmt: skip
     changed = {key: value for key, value in given.items() if value is not None}
-    config = _with_places(ActivationCheckpointingConfig.model_validate({**section.model_dump(), **changed}))
+    config = _with_places(_section_of({**section.model_dump(), **changed}))
     group = tensor_group(mpu_)
     made = ActivationCheckpointing(config, group, aio=aio)
     state.own().configure(made, group.rank if group is not None else 0)
@@ -89,8 +89,14 @@ def set_num_layers(nlayers: int | None) -> None:
 
 def _change(**values: Any) -> None:
     own, before = state.own(), current()
-    config = _with_places(ActivationCheckpointingConfig.model_validate({**before.config.model_dump(), **values}))
+    config = _with_places(_section_of({**before.config.model_dump(), **values}))
     own.configure(ActivationCheckpointing(config, before.group, aio=before.aio), own.rank)
+
+
+def _section_of(values: Mapping[str, Any]) -> ActivationCheckpointingConfig:
+    """The section of these values; what is wrong with one is said as of a configuration."""
+    found: ActivationCheckpointingConfig = read_section(_NAME, {_NAME: dict(values)})
+    return found
 
 
 def _with_places(config: ActivationCheckpointingConfig) -> ActivationCheckpointingConfig:
