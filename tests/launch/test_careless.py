@@ -196,6 +196,7 @@ def test_a_port_of_the_environment_that_is_none(tmp_path: Path) -> None:
         ({"hosts": {"localhost": [0], "b": [0]}}, "rank 0 would be on 'localhost'.* by which b can reach it"),
         ({"hosts": {"a": [0], "localhost": [0]}, "max_restarts": 1, "min_nodes": 1}, "would be on 'localhost'"),
         ({"hosts": {}}, "needs a script, and hosts"),
+        ({"min_nodes": 1}, "min_nodes is 1 and max_restarts 0, so that nothing starts again; give both"),
     ],
 )
 def test_jobs_that_cannot_be(changed: dict[str, Any], said: str) -> None:
@@ -249,6 +250,17 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
     file.write_bytes(b"A=\xe9")
     with pytest.raises(ValueError, match=f"{file} is no text in UTF-8"):
         exports.exported({}, files=[file])
+
+
+def test_hosts_with_a_user() -> None:
+    there = {"me@a": [0, 1], "b": [0], "you@b": [0], "me@fe80::1": [0, 1]}
+    assert hosts.select(there, include="me@a:1@b:0") == {"me@a": [1], "b": [0]}
+    assert hosts.select(there, include="a@you@b") == {"me@a": [0, 1], "you@b": [0]}
+    assert hosts.select(there, exclude="b@you@b@me@[fe80::1]:0") == {"me@a": [0, 1], "me@fe80::1": [1]}
+    with pytest.raises(ValueError, match="host 'me' is not in the file of hosts"):
+        hosts.select(there, include="me@b")
+    with pytest.raises(ValueError, match="'a' may be me@a or you@a; write which"):
+        hosts.select({"me@a": [0], "you@a": [0]}, include="a")
 
 
 def test_addresses_of_hosts() -> None:

@@ -32,14 +32,18 @@ def test_a_list_of_nodes_is_what_its_ranges_say(ranges: list[tuple[int, int, int
 def test_lists_of_nodes_as_slurm_writes_them() -> None:
     assert discovery.expand_nodes("a[03-05,7],b1,c") == ["a03", "a04", "a05", "a7", "b1", "c"]
     assert discovery.expand_nodes("r[1-2]n[08-09]") == ["r1n08", "r1n09", "r2n08", "r2n09"]
-    for wrong in ("a[3-1]", "a[x]", "a[1", "a]", "a,,b", ""):
+    for wrong in ("a[3-1]", "a[x]", "a[\u00b2]", "a[1-\u0663]", "a[" + "9" * 5000 + "]", "a[1", "a]", "a,,b", ""):
         with pytest.raises(ValueError, match="no list of nodes as SLURM writes it"):
             discovery.expand_nodes(wrong)
     with pytest.raises(ValueError, match="names the node 'a1' twice"):
         discovery.expand_nodes("a[1-2],a1")
+    for many in ("a[0-999999999]", "a[0-999]b[0-999]c[0-999]"):
+        with pytest.raises(ValueError, match="more than 100000 nodes"):
+            discovery.expand_nodes(many)
     assert discovery.expand_counts("4(x2),3") == [4, 4, 3]
-    with pytest.raises(ValueError, match="no list of tasks"):
-        discovery.expand_counts("4x2")
+    for wrong in ("4x2", "\u0663", "1(x999999999)", "9" * 5000):
+        with pytest.raises(ValueError, match="no list of tasks"):
+            discovery.expand_counts(wrong)
 
 
 def test_what_is_allotted(tmp_path: Path) -> None:
@@ -77,6 +81,8 @@ def test_which_node_this_is() -> None:
         discovery.node({**plain, "NODE_RANK": "2"})
     with pytest.raises(ValueError, match="NODE_RANK='one'"):
         discovery.node({**plain, "NODE_RANK": "one"})
+    with pytest.raises(ValueError, match="NODE_RANK='\u00b2'"):
+        discovery.node({**plain, "NODE_RANK": "\u00b2"})
 
 
 def test_the_number_of_ranks_that_is_asked_for_is_that_of_a_lent_node(monkeypatch: pytest.MonkeyPatch) -> None:

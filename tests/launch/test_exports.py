@@ -64,6 +64,7 @@ def test_ranks_have_as_many_cores_of_their_own(there: set[int], ranks: int) -> N
     [
         ("3-1", "no list of cores that rises"), ("0,0", "rises"), ("2,1", "rises"), ("a", "no list of cores"),
         ("", "no list"), ("7", r"cores \[7\] are not there; this process may use \[0, 1\]"),
+        ("\u00b2", "no list of cores"), ("0-" + "9" * 5000, "no list"), ("0-99999999", "has the core 99999999"),
         ("0", "2 ranks cannot have cores of their own out of 1"),
     ],
 )  # fmt: skip

@@ -146,6 +146,18 @@ def test_options_that_a_written_job_cannot_have_are_refused(tmp_path: Path, give
     assert not (tmp_path / "job.sbatch").exists()
 
 
+def test_any_file_has_a_name_of_its_job() -> None:
+    for stem, name in (
+        ("My run.2", "my-run-2"),
+        ("2", "job-2"),
+        ("été", "t"),
+        ("_", "job"),
+        ("a" * 62 + ".b", "a" * 62),
+    ):
+        assert scripts.name_of(stem) == name
+        scripts.Batch(name=name, nodes=1, ranks=1, command=["x.py"])
+
+
 def test_a_file_of_hosts_has_no_options_of_a_job(tmp_path: Path) -> None:
     (tmp_path / "all").write_text("a slots=2\n")
     said = refused(tmp_path, "--write", "some", "-H", "all", "--grace-s", "3", "--show", "all")

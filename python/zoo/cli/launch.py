@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Set
 from pathlib import Path
@@ -157,7 +156,7 @@ def _write(
     if ranks is None:
         raise ValueError(f"{file} needs to know how many ranks a node has; give --num_gpus, and --num_nodes.")
     batch = scripts.Batch(
-        name=re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-"), nodes=nodes or 1, ranks=ranks, command=command,
+        name=scripts.name_of(file.stem), nodes=nodes or 1, ranks=ranks, command=command,
         grace_s=grace_s, gpus=os.environ.get("CUDA_VISIBLE_DEVICES") != "", port=port or PORT,
         environment=exports.exported({}, files=exports.environment_files(os.environ)),
     )  # fmt: skip
@@ -212,8 +211,10 @@ def _node(rank: int | None, nodes: int | None) -> Any:
 
 
 def _port_of_environment() -> int:
+    from zoo.launch import hosts
+
     text = os.environ.get("MASTER_PORT", str(PORT))
-    if not (text.isascii() and text.isdigit()):
+    if not hosts.is_number(text):
         raise ValueError(f"the environment has MASTER_PORT={text!r}; a number belongs there, or give --master-port.")
     return int(text)
 

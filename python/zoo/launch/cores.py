@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from zoo.launch.hosts import is_number
+
+_MOST = 65_536
+"""Cores of a host; more are a slip of the pen."""
+
 
 def parse_cores(text: str) -> list[int]:
     """``"0-3,8"`` → ``[0, 1, 2, 3, 8]``.
@@ -14,11 +19,13 @@ def parse_cores(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
-        if not low.isdigit() or (dash and not high.isdigit()):
+        if not is_number(low) or (dash and not is_number(high)):
             raise ValueError(f"{text!r} is no list of cores; write such as 0-3,8.")
         begin, end = int(low), int(high or low)
         if end < begin or (found and begin <= found[-1]):
             raise ValueError(f"{text!r} is no list of cores that rises; write such as 0-3,8, each core once.")
+        if end >= _MOST:
+            raise ValueError(f"{text!r} has the core {end}; {_MOST - 1} is the highest.")
         found += range(begin, end + 1)
     return found
 

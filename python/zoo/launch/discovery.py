@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+from zoo.launch.hosts import is_number
+
+_COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+_MOST = 100_000
+"""Nodes of a list; more are a slip of the pen."""
 _GROUP = re.compile(r"\[([^\]]*)\]")
 
 
@@ -74,7 +80,7 @@ def _slurm_slots(variables: Mapping[str, str], hosts: list[str]) -> list[int]:
 
 
 def _whole(text: str, name: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
+    if not (is_number(text) and int(text) > 0):
         raise ValueError(f"the environment has {name}={text!r}; a whole number from 1 on belongs there.")
     return int(text)
 
@@ -99,7 +105,7 @@ def expand_nodes(text: str) -> list[str]:
     a name are all pairs, the last one fastest.
 
     Raises:
-        ValueError: it is written otherwise, or names a node twice.
+        ValueError: it is written otherwise, names a node twice, or more than 100,000.
     """
     found: list[str] = []
     for name in re.split(r",(?![^\[]*\])", text):
@@ -107,19 +113,26 @@ def expand_nodes(text: str) -> list[str]:
         if not name.strip() or any(sign in "".join(pieces[::2]) for sign in "[]"):
             raise ValueError(f"{text!r} is no list of nodes as SLURM writes it, such as a[03-05,7],b1.")
         choices = [_range(piece, text) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        if len(found) + math.prod(map(len, choices)) > _MOST:
+            raise ValueError(_too_many(text))
         found += ["".join(parts) for parts in itertools.product(*choices)]
-    for host in found:
-        if found.count(host) > 1:
-            raise ValueError(f"{text!r} names the node {host!r} twice.")
+    if twice := [host for host, times in Counter(found).items() if times > 1]:
+        raise ValueError(f"{text!r} names the node {twice[0]!r} twice.")
     return found
+
+
+def _too_many(text: str) -> str:
+    return f"{text!r} names more than {_MOST} nodes; give --hostfile."
 
 
 def _range(text: str, whole: str) -> list[str]:
     found: list[str] = []
     for part in text.split(","):
         low, dash, high = part.partition("-")
-        if not low.isdigit() or (dash and not (high.isdigit() and int(high) >= int(low))):
+        if not is_number(low) or (dash and not (is_number(high) and int(high) >= int(low))):
             raise ValueError(f"{whole!r} is no list of nodes as SLURM writes it: [{text}] should be such as [03-05,7].")
+        if int(high or low) - int(low) >= _MOST:
+            raise ValueError(_too_many(whole))
         found += [f"{number:0{len(low)}d}" for number in range(int(low), int(high or low) + 1)]
     return found
 
@@ -141,7 +154,7 @@ def node(variables: Mapping[str, str]) -> Node | None:
     """
     for system, rank, size, address in _PLACES:
         if rank in variables and size in variables:
-            if not variables[rank].isdigit():
+            if not is_number(variables[rank]):
                 raise ValueError(f"the environment has {rank}={variables[rank]!r}; a number belongs there.")
             nodes, number = _whole(variables[size], size), int(variables[rank])
             if number >= nodes:

@@ -65,6 +65,11 @@ def parse_hostfile(lines: Iterable[str], named: str = "a file of hosts") -> dict
     return found
 
 
+def is_number(text: str) -> bool:
+    """Whether it is a number of hosts, slots or cores: ASCII digits, nine at most."""
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
 def all_slots(hosts: Mapping[str, int]) -> dict[str, list[int]]:
     """Host → 0, 1, …, of a file of hosts."""
     return {host: list(range(slots)) for host, slots in hosts.items()}
@@ -76,10 +81,13 @@ def parse_filter(text: str) -> dict[str, list[int]]:
     Raises:
         ValueError: it is written otherwise.
     """
+    return _joined(map(parse_host, text.split("@")))
+
+
+def _joined(named: Iterable[tuple[str, list[int]]]) -> dict[str, list[int]]:
     found: dict[str, set[int]] = {}
     whole = set()
-    for one in text.split("@"):
-        host, slots = parse_host(one)
+    for host, slots in named:
         found.setdefault(host, set()).update(slots)
         whole |= set() if slots else {host}
     return {host: [] if host in whole else sorted(slots) for host, slots in found.items()}
@@ -99,7 +107,7 @@ def parse_host(text: str) -> tuple[str, list[int]]:
     else:
         host, colon, slots = text.partition(":")
     numbers = slots.split(",") if colon else []
-    if not host or not all(number.isascii() and number.isdigit() for number in numbers):
+    if not host or not all(map(is_number, numbers)):
         raise ValueError(f"{text!r} does not name a host and its slots; write host, or host:0,2.")
     return host, [int(number) for number in numbers]
 
@@ -127,10 +135,8 @@ def select(hosts: Slots, include: str = "", exclude: str = "") -> Slots:
         )
     if not include and not exclude:
         return hosts
-    named = parse_filter(include or exclude)
+    named = _named(include or exclude, hosts)
     for host, slots in named.items():
-        if host not in hosts:
-            raise ValueError(f"host {host!r} is not in the file of hosts, which has {', '.join(hosts) or 'none'}.")
         for slot in slots:
             if slot not in hosts[host]:
                 raise ValueError(f"host {host!r} has no slot {slot}; it has {list(hosts[host])}.")
@@ -141,6 +147,36 @@ def select(hosts: Slots, include: str = "", exclude: str = "") -> Slots:
         if slots:
             left[host] = list(slots)
     return left
+
+
+def _named(text: str, hosts: Slots) -> dict[str, list[int]]:
+    """What a filter names of a file with ``me@a``: that host is ``me@a`` here too, or ``a``."""
+    found: list[tuple[str, list[int]]] = []
+    parts = text.split("@")
+    while parts:
+        one = parts.pop(0)
+        host, slots = parse_host(parts[0]) if parts else ("", [])
+        if f"{one}@{host}" in hosts:
+            parts.pop(0)
+            found.append((f"{one}@{host}", slots))
+        else:
+            host, slots = parse_host(one)
+            found.append((_of_file(host, hosts), slots))
+    return _joined(found)
+
+
+def _of_file(host: str, hosts: Slots) -> str:
+    """A host as the file has it.
+
+    Raises:
+        ValueError: it is not there, or may be several.
+    """
+    there = [host] if host in hosts else [one for one in hosts if one.partition("@")[2] == host]
+    if not there:
+        raise ValueError(f"host {host!r} is not in the file of hosts, which has {', '.join(hosts) or 'none'}.")
+    if there[1:]:
+        raise ValueError(f"{host!r} may be {' or '.join(there)}; write which.")
+    return there[0]
 
 
 def first(hosts: Slots, num_nodes: int | None = None, num_gpus: int | None = None) -> dict[str, list[int]]:

@@ -83,6 +83,11 @@ class Job:
             raise ValueError("grace_s, settle_s and max_restarts have to be numbers from 0 on.")
         if self.min_nodes is not None and not 1 <= self.min_nodes <= len(self.hosts):
             raise ValueError(f"min_nodes is {self.min_nodes}, and there are {len(self.hosts)} hosts.")
+        if self.min_nodes is not None and self.max_restarts == 0:
+            raise ValueError(
+                f"min_nodes is {self.min_nodes} and max_restarts 0, so that nothing starts again; give "
+                "both, or neither."
+            )
         if not 0 <= self.node < self.nodes:
             raise ValueError(f"node {self.node} is none of {self.nodes} nodes; give 0 to {self.nodes - 1}.")
         if self.nodes > 1 and (len(self.hosts) > 1 or self.address is None or self.port is None):

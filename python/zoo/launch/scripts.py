@@ -52,6 +52,12 @@ class Batch:
         return ["zoo", "launch", f"--ranks={self.ranks}", f"--grace-s={self.grace_s}", *self.command]
 
 
+def name_of(text: str) -> str:
+    """A job's name out of a file's: ``"My run.2"`` → ``"my-run-2"``, ``"2"`` → ``"job-2"``."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"job-{name}")[:63].strip("-")
+
+
 def sbatch(batch: Batch) -> str:
     """A script for ``sbatch``: srun starts a launcher on every node, and ends all where one fails."""
     directives = {"job-name": batch.name, "nodes": batch.nodes, "ntasks-per-node": 1, "output": f"{batch.name}-%j.log"}
