@@ -280,6 +280,17 @@ def test_whatever_a_directory_holds_is_one_sentence(tmp_path: Path, kind: str) -
     assert "Traceback" not in listed.output
 
 
+def test_a_folder_without_checkpoints_and_a_checkpoint_are_told_from_a_folder_of_some(tmp_path: Path) -> None:
+    write(tmp_path / "run", 1)
+    (tag,) = [one.name for one in (tmp_path / "run").iterdir() if one.is_dir()]
+    said = sentence(ckpt("ls", tmp_path / "run" / tag), 2)
+    assert said.endswith(
+        f"'{tmp_path}/run/{tag}' is a checkpoint itself; give the folder that it is in, '{tmp_path}/run'"
+    )
+    listed = ckpt("ls", tmp_path)
+    assert (listed.exit_code, listed.stdout) == (0, f"there are no checkpoints in {tmp_path}\n")
+
+
 @pytest.mark.dear
 def test_a_latest_that_is_none_does_not_hide_what_is_there(tmp_path: Path) -> None:
     write(tmp_path, 2)

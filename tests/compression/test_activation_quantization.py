@@ -137,6 +137,8 @@ def test_ranks_have_one_range_and_go_on_with_it_from_a_saved_state() -> None:
     assert transforms_of(other)[0].range.tolist() == [-3.0, 3.0]
     with pytest.raises(ValueError, match=r"compression states of :input/activation_quantization"):
         CompressionScheduler(nn.Linear(2, 2)).load_state_dict(found[0][1])
+    with pytest.raises(ValueError, match=r"the keys \['step'\]; it wants steps and transforms"):
+        CompressionScheduler(other).load_state_dict({"step": 3})
 
 
 def test_modules_without_inputs_of_floating_point_are_no_sites() -> None:

@@ -196,8 +196,14 @@ class CompressionScheduler:
         """Go on from there.
 
         Raises:
-            ValueError: it has states of transforms that the model does not have; nothing has changed then.
+            ValueError: it is no state of a scheduler, or has states of transforms that the model does not have; nothing
+                has changed then.
         """
+        if {"steps", "transforms"} - set(state):
+            raise ValueError(
+                f"a CompressionScheduler got a state with the keys {sorted(state)}; it wants steps and transforms, as "
+                "its own state_dict() gives them."
+            )
         known = {transform.key: transform for transform in self._transforms}
         everywhere = set(known) | (self._ranks.keys if self._ranks is not None else set())
         found = dict(state["transforms"])

@@ -43,7 +43,7 @@ def listing(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> l
     things in it do not count, nor folders that may not be looked into.
 
     Raises:
-        CheckpointError: there is no such directory.
+        CheckpointError: there is no such directory, or it is a checkpoint itself.
     """
     disk, root = place_of(directory, disk)
     if not disk.is_directory(root):
@@ -60,6 +60,10 @@ def listing(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> l
                 found.append(_listed(disk, root, name, name == latest))
             elif names and any(map(is_ours, names)):
                 found.append(Listed(tag=name, state=UNFINISHED, why=f"has no {MANIFEST}"))
+    if not found and MANIFEST in names_in(disk, root):
+        raise CheckpointError(
+            f"{str(root)!r} is a checkpoint itself; give the folder that it is in, {str(root.parent)!r}"
+        )
     return sorted(found, key=lambda one: (one.number or 0, one.saved_s or 0.0, one.tag))
 
 

@@ -49,7 +49,10 @@ def ls(directory: Directory, as_json: AsJson = False) -> None:
                 numbers = (one.number, _when(one.saved_s), size, one.num_ranks, one.num_tensors)
                 shown = ("" if number is None else str(number) for number in numbers)
                 table.add_row("*" if one.is_latest else "", one.tag, *shown, one.state)
-            _print(table)
+            if found:
+                _print(table)
+            else:
+                typer.echo(f"there are no checkpoints in {directory}")
             for one in found:
                 if one.why:
                     typer.echo(f"{one.tag}: {_plain(one.why)}")
