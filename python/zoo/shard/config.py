@@ -91,10 +91,11 @@ class ZeroConfig(Section):
     """False: a backward that leaves a trainable parameter of this rank without a gradient is an error that names it.
     Otherwise its gradient counts as zero."""
 
-    offload_param: OffloadParamConfig = OffloadParamConfig()
+    # Not OffloadParamConfig(): a model of pydantic that is made reads the entry points of all installed packages.
+    offload_param: OffloadParamConfig = Field(default_factory=OffloadParamConfig)
     """Where partitioned parameters live while they are not used; stage 3."""
 
-    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    offload_optimizer: OffloadOptimizerConfig = Field(default_factory=OffloadOptimizerConfig)
     """Where optimizer states and reduced gradients live; stages 1 to 3."""
 
     offload_host_bytes: Annotated[int | None, OWN] = Field(default=None, ge=4096)

@@ -72,7 +72,7 @@ class TrainConfig(Section):
     """How many of the latest checkpoints are kept; null for all."""
     threads: int | None = Field(default=None, gt=0)
     """Threads of each rank; null for the processor's cores divided by the ranks on it, at least one."""
-    loader: LoaderOptions = LoaderOptions()
+    loader: LoaderOptions = Field(default_factory=LoaderOptions)
     warm_start: WarmStart | None = None
     save_model: bool = True
     """Whether the finished run leaves the model's weights as ``model/model.safetensors``."""
