@@ -12,9 +12,10 @@ import torch
 from tests.processes import run_ranks
 
 from zoo import sim
-from zoo.comm import Communicator, RankFailedError
+from zoo.comm import Communicator, RankFailedError, exchange
 
 GAPS = torch.zeros(4, 2)
+SAME = torch.zeros(4)
 MODES: list[dict[str, Any]] = [{}, {"semantics": "nccl"}, {"transport": "pairwise"}, {"transport": "shared"}]
 CASES: list[tuple[str, Callable[[Communicator], Any], str]] = [
     ("gather uneven", lambda c: c.all_gather(torch.zeros(5), torch.zeros(2)), "full with 5 elements and shard with 2"),
@@ -23,6 +24,13 @@ CASES: list[tuple[str, Callable[[Communicator], Any], str]] = [
     ("gather gaps", lambda c: c.all_gather(GAPS[:, 0], torch.zeros(2)), "full of shape .4,. and strides .2,., which"),
     ("scatter uneven", lambda c: c.reduce_scatter(torch.zeros(5), torch.zeros(2)), "out with 2 on 2 ranks"),
     ("scatter long", lambda c: c.reduce_scatter(torch.zeros(4), torch.zeros(3)), "2 times as many as out: 6"),
+    ("scatter scaled", lambda c: c.reduce_scatter(SAME.int(), torch.zeros(2).int(), scale=0.5), "scale=0.5 for"),
+    ("to all in place", lambda c: c.all_to_all(SAME, SAME), "out and given that share memory"),
+    (
+        "to all over itself",
+        lambda c: c.all_to_all_uneven(SAME[1:], SAME[:3], [1, 2], [2, 1]),
+        "out and given that share memory",
+    ),
     ("scatter gaps", lambda c: c.reduce_scatter(torch.zeros(8), GAPS[:, 0]), "out of shape .4,. and strides"),
     ("to all gaps", lambda c: c.all_to_all(GAPS[:, 0], torch.zeros(4)), "all_to_all got out of shape"),
     ("to all dtypes", lambda c: c.all_to_all(torch.zeros(4), torch.zeros(4).int()), "given of torch.int32 on cpu"),
@@ -67,6 +75,40 @@ def test_buffers_of_more_dims_are_taken_row_after_row(mode: dict[str, Any]) -> N
         assert scalars.tolist() == [1.0, 2.0]
 
     sim.run(2, fn, **mode)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_tensors_that_need_gradients_are_memory_like_others(mode: dict[str, Any], size: int) -> None:
+    def fn(rank: int) -> None:
+        comm = Communicator()
+        comm.share_memory()
+        own, full, out = (torch.full((n,), rank + 1.0, requires_grad=True) for n in (2, 2 * size, 2))
+        plain = torch.zeros(2 * size)
+        comm.all_gather(plain, own).wait()
+        assert plain.tolist() == [r + 1.0 for r in range(size) for _ in range(2)]
+        assert not plain.requires_grad
+        comm.reduce_scatter(full, out, scale=0.5).wait()
+        assert out.tolist() == [size * (size + 1) / 4] * 2
+        assert out.is_leaf
+        comm.all_gather(full, own).wait()
+        assert full.tolist() == plain.tolist()
+        assert full.is_leaf
+        comm.all_reduce(own).wait()
+        assert own.tolist() == [size * (size + 1) / 2] * 2
+        assert own.is_leaf
+
+    sim.run(size, fn, **mode)
+
+
+def test_an_exchange_of_one_tensor_is_refused_and_of_none_is_nothing() -> None:
+    def fn(rank: int) -> None:
+        comm = Communicator()
+        with pytest.raises(ValueError, match=r"exchange got one tensor of shape \(2, 2, 2\); it takes several"):
+            exchange(torch.zeros(2, 2, 2), comm, split_dim=0, join_dim=1)
+        assert exchange((), comm, split_dim=0, join_dim=1) == ()
+
+    sim.run(2, fn)
 
 
 def test_an_object_that_cannot_be_pickled_is_told_to_all_ranks() -> None:

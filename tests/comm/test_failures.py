@@ -22,6 +22,28 @@ from zoo.comm import (
     raise_together,
     together,
 )
+from zoo.comm.handles import DONE, Then, all_of
+
+
+class Fails:
+    """A handle whose operation failed."""
+
+    def wait(self) -> None:
+        raise ValueError("lost")
+
+
+def test_what_waits_for_a_failed_operation_raises_each_time() -> None:
+    def lose() -> None:
+        raise ValueError("lost")
+
+    for handle in (all_of([Fails()]), Then([], lose), Then([], Fails), Then([Then([], Fails)], lambda: DONE)):
+        for _ in range(3):
+            with pytest.raises(ValueError, match="lost"):
+                handle.wait()
+    staged = Then([Fails()], lambda: DONE, staged=True)
+    for call in (staged.advance, staged.wait, staged.wait):
+        with pytest.raises(ValueError, match="lost"):
+            call()
 
 
 @given(fails=st.lists(st.sampled_from(["", "before", "in", "in"]), min_size=1, max_size=3), seed=st.integers(0, 9))

@@ -16,8 +16,10 @@ def check_contiguous(op: str, tensor: torch.Tensor, name: str = "tensor") -> Non
         )
 
 
-def check_pair(op: str, one: torch.Tensor, other: torch.Tensor, names: tuple[str, str]) -> None:
-    """Raise ValueError unless both are contiguous, of one dtype and on one device."""
+def check_pair(
+    op: str, one: torch.Tensor, other: torch.Tensor, names: tuple[str, str], *, apart: bool = False
+) -> None:  # fmt: skip
+    """Raise ValueError unless both are contiguous, of one dtype and on one device; ``apart``: and share no memory."""
     if one.dtype is not other.dtype or one.device != other.device:
         raise ValueError(
             f"{op} got {names[0]} of {one.dtype} on {one.device} and {names[1]} of {other.dtype} on {other.device}; "
@@ -25,15 +27,22 @@ def check_pair(op: str, one: torch.Tensor, other: torch.Tensor, names: tuple[str
         )
     check_contiguous(op, one, names[0])
     check_contiguous(op, other, names[1])
+    first, second = one.data_ptr(), other.data_ptr()
+    if apart and 0 < first < second + other.nbytes and second < first + one.nbytes:
+        raise ValueError(
+            f"{op} got {names[0]} and {names[1]} that share memory; what arrives would overwrite what is still to be "
+            f"sent: give another tensor as {names[0]}."
+        )
 
 
 def flat_pair(
-    op: str, full: torch.Tensor, chunk: torch.Tensor, size: int, name: str
+    op: str, full: torch.Tensor, chunk: torch.Tensor, size: int, name: str, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``full`` (N*n,) and this rank's ``chunk`` (n,) of a collective of N = ``size`` ranks, as flat views.
 
     Raises:
-        ValueError: sizes that do not fit, two dtypes or devices, or a tensor that is not contiguous.
+        ValueError: sizes that do not fit, two dtypes or devices, a tensor that is not contiguous, or whole numbers that
+            a ``scale`` would make into others.
     """
     fits = full.numel() == size * chunk.numel()
     # All at once: this comes before every collective, and nearly always all is well.
@@ -47,6 +56,13 @@ def flat_pair(
                 f"{size} times as many as {name}: {size * chunk.numel()}."
             )
         check_pair(op, full, chunk, ("full", name))
+    if scale != 1.0 and not (full.is_floating_point() or full.is_complex()):
+        raise ValueError(
+            f"{op} got scale={scale} for {full.dtype}; whole numbers are only summed: leave scale out, and divide what "
+            "arrives as you like."
+        )
+    if full.requires_grad or chunk.requires_grad:  # what travels is memory, and no step of autograd
+        full, chunk = full.data, chunk.data
     return full if full.ndim == 1 else full.view(-1), chunk if chunk.ndim == 1 else chunk.view(-1)
 
 

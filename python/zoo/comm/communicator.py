@@ -287,7 +287,7 @@ class Communicator:
             scale: a factor applied after the sum (1/N makes it a mean).
             label: see :meth:`all_gather`; so are errors.
         """
-        full, out = flat_pair("reduce_scatter", full, out, self.size, "out")
+        full, out = flat_pair("reduce_scatter", full, out, self.size, "out", scale)
         if self._transport is None:
             if full.data_ptr() != out.data_ptr():
                 out.copy_(full)
@@ -322,7 +322,7 @@ class Communicator:
                 f"all_to_all got {given.numel()} elements to send and room for {out.numel()} on {self.size} ranks; it "
                 f"takes two buffers of one size that {self.size} divides."
             )
-        check_pair("all_to_all", out, given, ("out", "given"))
+        check_pair("all_to_all", out, given, ("out", "given"), apart=True)
         if self.size == 1:
             out.copy_(given)
             return DONE
@@ -353,7 +353,7 @@ class Communicator:
             ValueError: splits that do not add up; with the check also: splits of two ranks that do not fit, on all.
         """
         check_splits("all_to_all_uneven", self.size, ("out", out, out_splits), ("in", given, in_splits))
-        check_pair("all_to_all_uneven", out, given, ("out", "given"))
+        check_pair("all_to_all_uneven", out, given, ("out", "given"), apart=True)
         check_rows("all_to_all_uneven", out, given)
         if self.size == 1:
             out.copy_(given)

@@ -25,8 +25,14 @@ def exchange(
         label: what this is, for the communicator's check.
 
     Raises:
-        ValueError: P does not divide a size along ``split_dim``, the two dims are one, or dtypes differ.
+        ValueError: P does not divide a size along ``split_dim``, the two dims are one, dtypes differ, or ``tensors`` is
+            one tensor.
     """
+    if isinstance(tensors, torch.Tensor):
+        raise ValueError(
+            f"exchange got one tensor of shape {tuple(tensors.shape)}; it takes several: give (tensor,), and take the "
+            "first of what comes back."
+        )
     for tensor in tensors:
         ndim = tensor.ndim
         if not (-ndim <= split_dim < ndim and -ndim <= join_dim < ndim) or (split_dim - join_dim) % ndim == 0:
@@ -42,7 +48,7 @@ def exchange(
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         kinds = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
         raise ValueError(f"exchange got tensors of {kinds}; what travels in one message has one dtype and device.")
-    if comm.size == 1:
+    if comm.size == 1 or not tensors:
         return tuple(tensors)
     out: tuple[torch.Tensor, ...] = _Exchange.apply(comm, split_dim, join_dim, label, *tensors)
     return out

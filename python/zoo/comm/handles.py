@@ -41,12 +41,13 @@ class Then:
         staged: the function begins further collectives, which :meth:`advance` may do before anybody waits.
     """
 
-    __slots__ = ("_handles", "_more", "_staged", "_then")
+    __slots__ = ("_error", "_handles", "_more", "_staged", "_then")
 
     def __init__(self, handles: Sequence[Handle], then: Callable[[], Handle | None], *, staged: bool = False) -> None:
         self._handles, self._staged = handles, staged
         self._then: Callable[[], Handle | None] | None = then
         self._more: Handle | None = None
+        self._error: BaseException | None = None
 
     def advance(self) -> bool:
         """Begin the next stage, which waits for the one before; whether there was one."""
@@ -59,20 +60,26 @@ class Then:
         return staged
 
     def _finish_stage(self) -> None:
+        if self._error is not None:
+            raise self._error
         handles, self._handles = self._handles, ()
         then, self._then = self._then, None
-        for handle in handles:
-            handle.wait()
-        if then is not None:
-            self._more = then()
+        try:
+            for handle in handles:
+                handle.wait()
+            if then is not None:
+                self._more = then()
+        except BaseException as error:  # nobody may take what is half done for the result
+            self._error = error
+            raise
 
     def wait(self) -> None:
         """See :class:`Handle`."""
         self._finish_stage()
         self._staged = False
-        more, self._more = self._more, None
-        if more is not None:
-            more.wait()
+        if self._more is not None:
+            self._more.wait()  # raises each time where it failed
+            self._more = None
 
 
 def advance(handle: Handle | None) -> None:

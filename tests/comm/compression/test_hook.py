@@ -93,3 +93,16 @@ def test_within_nodes_it_is_exact() -> None:
 def test_a_start_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="start_step=-1; it must be 0 or more"):
         HookState(OneBit(), start_step=-1)
+
+
+def test_gradients_of_64_bits_are_compressed_as_those_of_32() -> None:
+    def fn(rank: int) -> list[Tensor]:
+        model = DistributedDataParallel(net().double())
+        model.register_comm_hook(HookState(OneBit()), hook)
+        x = torch.randn(8, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+        model(x).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    first, second = sim.run(2, fn)
+    assert len(first) == 4
+    assert all(torch.equal(a, b) and a.dtype is torch.float64 for a, b in zip(first, second, strict=True))

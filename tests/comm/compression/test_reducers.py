@@ -369,3 +369,47 @@ def test_an_error_is_what_the_formula_says_whenever_it_is_computed(
         assert torch.equal(worker_of(leg, numel), error if error is not None else torch.zeros(numel))
 
     sim.run(size, fn)
+
+
+BAD: list[tuple[Tensor, Tensor, str]] = [
+    (torch.ones(127), torch.zeros(128), r"x float32 \(127,\) of strides \(1,\); x has one dim of 128 floating"),
+    (torch.ones(129), torch.zeros(128), r"x float32 \(129,\)"),
+    (torch.ones(2, 64), torch.zeros(128), r"x float32 \(2, 64\)"),
+    (torch.ones(128, dtype=torch.int64), torch.zeros(128), "x int64"),
+    (torch.ones(128), torch.zeros(64), r"out float32 \(64,\) of strides \(1,\); out is contiguous: one dim of 128"),
+    (torch.ones(128), torch.zeros(200), r"out float32 \(200,\)"),
+    (torch.ones(128), torch.zeros(128, dtype=torch.float64), "out float64"),
+    (torch.ones(128), torch.zeros(256)[::2], r"of strides \(2,\); out is contiguous"),
+]
+
+
+@pytest.mark.parametrize("name", sorted(COMPRESSORS))
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent(name: str) -> None:
+    def fn(rank: int) -> None:
+        comm = Communicator(nodes=2)
+        for reducer in (COMPRESSORS[name].reducer(comm, 128), Hierarchical(comm, COMPRESSORS[name], 128)):
+            for x, out, words in BAD:
+                with pytest.raises(ValueError, match=words):
+                    reducer.start(x, out)
+            assert reducer.worker.value is None
+            out = torch.zeros(128)
+            x = torch.ones(256, requires_grad=True)[::2]  # with gaps, and a step of autograd
+            reducer.start(x, out).wait()
+            reducer.commit()
+            assert not out.requires_grad
+            assert not reducer.worker.value.requires_grad
+
+    sim.run(4, fn)
+
+
+@pytest.mark.parametrize("name", sorted(COMPRESSORS))
+def test_numbers_of_64_and_of_16_bits_make_the_same_mean_rounded(name: str) -> None:
+    def fn(rank: int) -> None:
+        x, found = given(200, rank, 0, 5), []
+        for dtypes in ((torch.float32, torch.float32), (torch.float64, torch.bfloat16)):
+            out = torch.zeros(200, dtype=dtypes[1])
+            COMPRESSORS[name].reducer(Communicator(), 200).start(x.to(dtypes[0]), out).wait()
+            found.append(out)
+        assert torch.equal(found[0].bfloat16(), found[1])
+
+    sim.run(2, fn)

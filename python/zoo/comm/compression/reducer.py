@@ -8,9 +8,12 @@ import torch
 
 from zoo.comm.communicator import Communicator
 from zoo.comm.compression.errors import Error, Owed
-from zoo.comm.handles import DONE, Handle
+from zoo.comm.handles import DONE, Handle, Then
 
 Tensor = torch.Tensor
+
+_TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+_GIVEN = (*_TAKEN, torch.float64)
 
 
 class Reducer:
@@ -30,11 +33,41 @@ class Reducer:
         """``out`` (n,) ← the mean of C(c_r), c = x + e, in place when the handle is done.
 
         Args:
-            x: (n,) fp32, bf16 or fp16; it does not change, and is done with when this returns.
-            out: (n,) fp32; it may be ``x``.
+            x: (n,) fp32, bf16 or fp16 (fp64 is rounded); it does not change, and is done with when this returns.
+            out: (n,) fp32, bf16 or fp16, contiguous; it may be ``x``.
             label: of what it is, for the check of collectives.
+
+        Raises:
+            ValueError: another shape or dtype, before anything is sent.
         """
-        return self._begin(x, out, label) if self.numel else DONE
+        if x.shape != (self.numel,) or x.dtype not in _GIVEN:
+            raise ValueError(f"{self._got('x', x)}; x has one dim of {self.numel:,} floating point numbers.")
+        if out.shape != (self._num_out,) or out.dtype not in _TAKEN or not out.is_contiguous():
+            raise ValueError(
+                f"{self._got('out', out)}; out is contiguous: one dim of {self._num_out:,} numbers, fp32, bf16 or fp16."
+            )
+        if not self.numel:
+            return DONE
+        # Errors outlive the step, and would keep the graph that x belongs to.
+        given = x.detach().to(torch.float32 if x.dtype is torch.float64 else x.dtype).contiguous()
+        out = out.detach()
+        if out.dtype is torch.float32:
+            return self._begin(given, out, label)
+        wide = torch.empty_like(out, dtype=torch.float32)
+
+        def narrow() -> None:
+            out.copy_(wide)
+
+        return Then([self._begin(given, wide, label)], narrow)
+
+    @property
+    def _num_out(self) -> int:
+        """Of what :meth:`start` writes on this rank."""
+        return self.numel
+
+    def _got(self, name: str, given: Tensor) -> str:
+        dtype, strides = str(given.dtype).removeprefix("torch."), given.stride()
+        return f"{type(self).__name__} got {name} {dtype} {tuple(given.shape)} of strides {strides}"
 
     def _begin(self, x: Tensor, out: Tensor, label: str) -> Handle:
         raise NotImplementedError

@@ -49,6 +49,12 @@ class ReduceLeg(Reducer):
         begin = min(rank * self.chunk, self.numel)
         return slice(begin, min(begin + self.chunk, self.numel))
 
+    @property
+    def _num_out(self) -> int:
+        mine = self.where(self.comm.rank)
+        num: int = mine.stop - mine.start
+        return num
+
     def pieces(self, wires: Tensor) -> list[Piece]:
         """The part of ``wires`` (D·slot,) for each rank's chunk."""
         return list(self._pieces(wires))
