@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -290,3 +291,22 @@ def test_the_cpu_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
             accelerator.get_accelerator()
     finally:
         accelerator.set_accelerator(None)
+
+
+def test_several_at_once_are_nothing_outside_of_the_group() -> None:
+    def job(rank: int) -> None:
+        group = torch.distributed.new_group([1, 2])
+        x, out = torch.ones(2), torch.zeros(4)
+        for later in (False, True):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's word for it
+                for handle in (
+                    dist.all_reduce_coalesced([x, x + 1], group=group, async_op=later),
+                    dist.all_gather_coalesced([out], [x], group=group, async_op=later),
+                ):
+                    assert (handle is None) == (rank == 0 or not later)
+                    if handle is not None:
+                        handle.wait()
+        assert x.tolist() == ([1.0, 1.0] if rank == 0 else [4.0, 4.0])
+
+    sim.run(3, job)

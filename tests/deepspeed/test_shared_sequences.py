@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,6 +147,49 @@ def test_batches_of_shared_sequences() -> None:
         ):
             with pytest.raises(ValueError, match=said):
                 next(UlyssesSPDataLoaderAdapter(wrong, rank, group, 2, "cpu"))
+
+    sim.run(2, job)
+
+
+def test_batches_of_ranks_are_the_same_by_name_and_end_together(caplog: pytest.LogCaptureFixture) -> None:
+    def plain(rank: int) -> dict[str, Any]:
+        ids = 10 * rank + torch.arange(4).view(1, 4)
+        return {"input_ids": ids, "position_ids": torch.arange(4).view(1, 4), "labels": ids + 100}
+
+    def fails() -> Any:
+        raise OSError("no disk")
+        yield
+
+    def job(rank: int) -> None:
+        group = torch.distributed.group.WORLD
+        turned = dict(reversed(plain(rank).items())) if rank else plain(rank)
+        adapter = UlyssesSPDataLoaderAdapter([turned] * (1 + rank), rank, group, 2, "cpu")
+        for _ in range(2):  # rank 1's second batch has no partner
+            seen = list(adapter)
+            assert [one["input_ids"].tolist() for one in seen] == [[[k + 2 * rank, k + 2 * rank + 1]] for k in (0, 10)]
+            assert [one["shift_labels"][0, 0].item() for one in seen] == [101 + 2 * rank, 111 + 2 * rank]
+        for name in ("input_ids", "position_ids", "labels"):  # told to the rank that has them
+            lacks = {key: value for key, value in plain(rank).items() if rank == 0 or key != name}
+            with pytest.raises(ValueError, match=f"rank 1 got a batch .* has no {name}"):
+                next(UlyssesSPDataLoaderAdapter([lacks], rank, group, 2, "cpu"))
+        with pytest.raises(ValueError, match=r"rank 0 got a batch that is a tuple; .* rank 1 got a batch that"):
+            next(UlyssesSPDataLoaderAdapter([(torch.ones(1, 4),)], rank, group, 2, "cpu"))
+        with pytest.raises(OSError if rank else ValueError, match="no disk"):
+            next(UlyssesSPDataLoaderAdapter(fails() if rank else [plain(rank)], rank, group, 2, "cpu"))
+        other = {**plain(rank), "labels": plain(rank)["labels"].int()} if rank else plain(rank)
+        with pytest.raises(ValueError, match=r"differ in what they have: rank 0 has .*'labels': 'int64 \(B, S\)'"):
+            next(UlyssesSPDataLoaderAdapter([other], rank, group, 2, "cpu"))
+
+    sim.run(2, job)
+    assert "ranks [1] have batches that nobody gets" in caplog.text
+
+
+def test_a_module_with_shared_attention_is_copied() -> None:
+    def job(rank: int) -> None:
+        made = DistributedAttention(nn.Identity(), torch.distributed.group.WORLD)  # type: ignore[arg-type]
+        other = copy.deepcopy(nn.ModuleList([made]))[0]
+        assert other.spg is made.spg
+        assert other.local_attn is not made.local_attn
 
     sim.run(2, job)
 

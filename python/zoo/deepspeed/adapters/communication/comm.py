@@ -286,7 +286,8 @@ class _Together:
 
     def wait(self) -> bool:
         """Wait for all of them."""
-        return all(bool(work.wait()) for work in self.works)
+        found = [bool(work.wait()) for work in self.works]
+        return all(found)
 
     def is_completed(self) -> bool:
         """Whether all of them are."""
@@ -294,7 +295,10 @@ class _Together:
 
 
 def _together(works: list[Any], async_op: bool) -> _Together | None:
-    handle = _Together(works)
+    """Of a rank outside of the group, which has no works, None as from torch."""
+    handle = _Together([work for work in works if work is not None])
+    if works and not handle.works:
+        return None
     if async_op:
         return handle
     handle.wait()

@@ -4,9 +4,10 @@ section 3, by :func:`zoo.comm.exchange`; see :mod:`zoo.nn.sequence`.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +21,11 @@ from zoo.deepspeed.adapters.sequences.tiled_compute import apply_rotary_pos_emb
 
 _log = logging.getLogger("zoo.deepspeed")
 _WHOLE_MASKS = ("eager", "paged|eager", "flex_attention")
+_NEEDED = {
+    "input_ids": "the tokens (B, S)",
+    "position_ids": "torch.arange(S) for each sequence, beginning anew where documents are packed",
+    "labels": "a label for each token",
+}
 
 
 class DistributedAttention(nn.Module):
@@ -48,6 +54,13 @@ class DistributedAttention(nn.Module):
         self.local_attn, self.spg = local_attention, sequence_process_group
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
         self._comm = Communicator(sequence_process_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedAttention:
+        """A copied model is among the same ranks: groups have no copies."""
+        memo[id(self.spg)] = self.spg
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch_dim_idx: int = 0,
@@ -237,8 +250,11 @@ class UlyssesSPDataLoaderAdapter:
         dl: the loader of this rank. sp_rank, sp_group, sp_world_size: of the ranks that share sequences.
         device: over which tensors are exchanged.
 
+    The epoch ends on all ranks when the first of their loaders does; a warning names those that have more.
+
     Raises:
-        ValueError: no position_ids, a length that P does not divide, or tensors of other lengths.
+        ValueError: on all ranks: no ``input_ids``, ``position_ids`` or ``labels``, a length that P does not divide,
+            tensors of other lengths, or batches of ranks that differ in what they have.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
@@ -265,45 +281,49 @@ class UlyssesSPDataLoaderAdapter:
 
     def refill(self) -> None:
         """Exchange the next batch of each rank. A collective of the group; at the end of an epoch it ends."""
+        batch, wrong, failed = None, "", None
         try:
-            batch = dict(next(self.iter))
-        except StopIteration:
+            given = next(self.iter, None)
+            wrong = "" if given is None else _wrong_with(given, self.sp_world_size)
+            batch = None if given is None or wrong else dict(given)
+        except Exception as error:  # the others are waiting, and are told
+            failed, wrong = error, f"{type(error).__name__} of its loader: {error}"
+        told: list[Any] = [None] * self.sp_world_size
+        dist.all_gather_object(told, wrong or _kinds(batch), group=self.sp_group)
+        if failed is not None:
+            raise failed
+        self._check(told)
+        if batch is None or None in told:
             self.iter = iter(self.dl)
-            raise
-        if "position_ids" not in batch:
-            raise ValueError(
-                "a batch whose sequences ranks share has no position_ids: torch.arange(S) for each sequence, beginning "
-                "anew where documents are packed. Have the collator add them."
-            )
-        lengths = self._lengths(batch["input_ids"])
+            raise StopIteration
+        lengths = [lengths for lengths, _ in told]
         whole: list[dict[str, Any]] = [{} for _ in range(self.sp_world_size)]
-        for name, value in batch.items():
-            for found, one in zip(whole, self._of_all(name, value, lengths), strict=True):
+        for name in told[0][1]:
+            for found, one in zip(whole, self._of_all(name, batch[name], lengths), strict=True):
                 found[name] = one
         self.micro_batches.extend(map(self._part, whole))
 
-    def _lengths(self, ids: torch.Tensor) -> list[tuple[int, int]]:
-        """(B, S) of each rank's batch."""
-        own = torch.tensor(ids.shape[:2], dtype=torch.int64, device=self.device)
-        found = [torch.zeros_like(own) for _ in range(self.sp_world_size)]
-        dist.all_gather(found, own, group=self.sp_group)
-        lengths = [(int(b), int(s)) for b, s in (x.tolist() for x in found)]
-        for _, length in lengths:
-            if length % self.sp_world_size:
-                raise ValueError(
-                    f"a sequence of {length} tokens for {self.sp_world_size} ranks that share it; pad to a multiple."
-                )
-        return lengths
+    def _check(self, told: list[Any]) -> None:
+        """What the ranks have: (lengths, kinds by name), None at the end, or what is wrong."""
+        wrong = [f"rank {rank} got {one}" for rank, one in enumerate(told) if isinstance(one, str)]
+        if wrong:
+            raise ValueError(f"{'; '.join(wrong)}. (Ranks of those that share sequences.)")
+        more = [rank for rank, one in enumerate(told) if one is not None]
+        if 0 < len(more) < len(told):
+            _log.warning(
+                "the loaders of ranks that share sequences have different lengths: ranks %s have batches that nobody "
+                "gets, because the others have no more. Give each the same number (drop_last, DistributedSampler).",
+                more,
+            )
+        elif more and any(kinds != told[0][1] for _, kinds in told):
+            each = "; ".join(f"rank {rank} has {kinds}" for rank, (_, kinds) in enumerate(told))
+            raise ValueError(f"the batches of ranks that share sequences differ in what they have: {each}.")
 
     def _of_all(self, name: str, value: Any, lengths: list[tuple[int, int]]) -> list[Any]:
         if not isinstance(value, torch.Tensor):
             others: list[Any] = [None] * self.sp_world_size
             dist.all_gather_object(others, value, group=self.sp_group)
             return others
-        if value.dim() < 2 or tuple(value.shape[:2]) != lengths[self.sp_rank]:
-            raise ValueError(
-                f"{name} has the shape {tuple(value.shape)}; it is to begin as input_ids', {lengths[self.sp_rank]}."
-            )
         found = [value.new_zeros((*shape, *value.shape[2:]), device=self.device) for shape in lengths]
         dist.all_gather(found, value.to(self.device).contiguous(), group=self.sp_group)
         return found
@@ -317,3 +337,33 @@ class UlyssesSPDataLoaderAdapter:
             name: value[:, here].contiguous().cpu() if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
         }
+
+
+def _wrong_with(batch: Any, ranks: int) -> str:
+    """What a batch is not, as a sentence without its end; "" where it is well."""
+    if not isinstance(batch, Mapping):
+        return f"a batch that is a {type(batch).__name__}; it is a dict of tensors"
+    for name, hint in _NEEDED.items():
+        if not isinstance(batch.get(name), torch.Tensor):
+            return f"a batch whose sequences ranks share that has no {name}: {hint}. Have the collator add them"
+    begins = tuple(batch["input_ids"].shape[:2])
+    if len(begins) < 2:
+        return f"input_ids of shape {begins}; they are (B, S)"
+    if begins[1] % ranks:
+        return f"a sequence of {begins[1]} tokens for {ranks} ranks that share it; pad to a multiple"
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and tuple(value.shape[:2]) != begins:
+            return f"a batch whose {name} has the shape {tuple(value.shape)}; it is to begin as input_ids', {begins}"
+    return ""
+
+
+def _kinds(batch: dict[str, Any] | None) -> tuple[tuple[int, int], dict[str, str]] | None:
+    """(B, S), and by name what has to be the same on all ranks; None of no batch."""
+    if batch is None:
+        return None
+    batch_size, length = batch["input_ids"].shape[:2]
+    return (batch_size, length), {
+        name: f"{str(value.dtype).removeprefix('torch.')} (B, S{''.join(f', {n}' for n in value.shape[2:])})"
+        if isinstance(value, torch.Tensor) else "an object"
+        for name, value in sorted(batch.items())
+    }  # fmt: skip
