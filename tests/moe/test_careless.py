@@ -308,3 +308,22 @@ def test_experts_of_a_rank_inside_of_init(whole: bool) -> None:
         expected = GroupedExperts(4, WIDTH, 6)
         torch.testing.assert_close(found["experts.up"], expected.up.detach(), rtol=0, atol=0)
         torch.testing.assert_close(found["experts.down"], expected.down.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"k": "2"}, "MoE got k='2'; hidden_size, num_experts, ep_size, k are whole numbers"),
+        ({"num_experts": [4]}, r"MoE got num_experts=\[4\]"),
+        ({"hidden_size": 4.0}, "MoE got hidden_size=4.0"),
+        ({"hidden_size": 0}, "Top1Gate got hidden_size=0; it is at least 1"),
+        ({"expert": nn.Linear}, "MoE got Linear as its expert; give one module"),
+        ({"expert": [nn.Linear(4, 4)]}, "MoE got a list as its expert"),
+        ({"capacity_factor": None}, "Capacity got factor=None; factors are numbers"),
+        ({"eval_capacity_factor": "2"}, "Capacity got eval_factor='2'"),
+        ({"min_capacity": 2.5}, "Capacity got minimum=2.5"),
+    ],
+)
+def test_arguments_of_other_kinds_are_one_sentence(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        MoE(**{"hidden_size": 4, "expert": nn.Linear(4, 4), "num_experts": 4, **given})

@@ -192,3 +192,43 @@ def test_layers_on_meta_get_values() -> None:
     found = model(torch.randn(2, 3, WIDTH))
     assert bool(torch.isfinite(found.output).all())
     assert model.gate.bias.tolist() == [0.0] * EXPERTS
+
+
+@pytest.mark.parametrize("way", ["copied", "pickled"])
+@pytest.mark.parametrize("ep_size", [0, 1, 2])
+def test_a_balance_loss_of_all_ranks_is_one_in_copies(way: str, ep_size: int) -> None:
+    """A copy is among the same ranks, and a pickle is told of them, or finds all ranks of the job (ep_size=0)."""
+
+    def fn(rank: int) -> None:
+        torch.manual_seed(0)
+        split = max(ep_size, 1)
+        experts = GroupedExperts(EXPERTS, WIDTH, 6, ep_size=split, ep_rank=rank % split)
+        layer: Any = MixtureOfExperts(TopKGate(WIDTH, EXPERTS), experts, balance_over="global")
+        mesh = init_device_mesh("cpu", (2 // split, split), mesh_dim_names=("data", "expert")) if ep_size else None
+        if mesh is not None:
+            use_mesh(layer, mesh)
+        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(rank))
+        expected = layer(x).balance.detach()
+        other: Any = WAYS[way](layer)
+        del layer  # and with it what it knew of the ranks
+        if mesh is not None and way == "pickled":
+            use_mesh(other, mesh)
+        assert torch.equal(other(x).balance.detach(), expected)
+
+    sim.run(2, fn)
+
+
+def test_a_whole_state_has_the_experts_of_layers_split_over_other_numbers_of_ranks() -> None:
+    def fn(rank: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, ep_size=size) for size in (2, 4)])
+        for layer, size in zip(model, (2, 4), strict=True):
+            use_mesh(layer, init_device_mesh("cpu", (4 // size, size), mesh_dim_names=("data", "expert")))
+            with torch.no_grad():
+                for e, expert in enumerate(layer.experts.list):  # type: ignore[arg-type, union-attr]
+                    expert.weight.fill_(layer.experts.first + e)
+        return whole_state_dict(model, everywhere=True)
+
+    for found in sim.run(4, fn):
+        weights = [[found[f"{i}.experts.list.{e}.weight"][0, 0].item() for e in range(EXPERTS)] for i in range(2)]
+        assert weights == [[0.0, 1.0, 2.0, 3.0]] * 2

@@ -11,7 +11,7 @@ from torch import nn
 
 from zoo.moe.dispatch import place_of_rank
 from zoo.moe.experts.modules import ModuleExperts
-from zoo.moe.gates.base import Gate, NoisePolicy
+from zoo.moe.gates.base import Gate, NoisePolicy, check_whole
 from zoo.moe.gates.top1 import Top1Gate
 from zoo.moe.gates.top2 import Top2Gate
 from zoo.moe.gates.topk import TopKGate
@@ -63,6 +63,10 @@ class MoE(MixtureOfExperts):
             )
         if use_tutel:
             _log.info("use_tutel=True makes no difference: zoo's kernels do what Tutel's do")
+        if not isinstance(expert, nn.Module):
+            what = expert.__name__ if isinstance(expert, type) else f"a {type(expert).__name__}"
+            raise ValueError(f"MoE got {what} as its expert; give one module, which it copies for each.")
+        check_whole("MoE", hidden_size=hidden_size, num_experts=num_experts, ep_size=ep_size, k=k)
         noise: Any = None if noisy_gate_policy == "None" else noisy_gate_policy
         if num_experts < 1 or num_experts % max(ep_size, 1) or ep_size < 1:
             raise ValueError(

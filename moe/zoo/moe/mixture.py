@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from numbers import Integral, Real
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,15 @@ class Capacity:
     minimum: int = 4
 
     def __post_init__(self) -> None:
+        kinds: tuple[tuple[str, object, type], ...] = (
+            ("factor", self.factor, Real), ("eval_factor", self.eval_factor, Real), ("minimum", self.minimum, Integral),
+        )  # fmt: skip
+        wrong = [f"{name}={value!r}" for name, value, kind in kinds if not isinstance(value, kind)]
+        if wrong:
+            raise ValueError(
+                f"Capacity got {', '.join(wrong)}; factors are numbers, the minimum is a whole one. To drop nothing "
+                "give no capacity (MoE: drop_tokens=False)."
+            )
         if not (0 < self.factor < math.inf and 0 < self.eval_factor < math.inf and self.minimum >= 0):
             raise ValueError(
                 f"a capacity factor of {self.factor}, {self.eval_factor} in evaluation, and at least {self.minimum}; "
@@ -64,6 +74,19 @@ class Mixed:
     """(E,) int64: tokens of each expert, before drops."""
     counts: Tensor
     """(E,) int64: after."""
+
+
+class _Data:
+    """The ranks that a balance loss is over: a copied layer is among the same ones, and a pickle has to be told."""
+
+    def __init__(self, comm: Communicator | None = None, number: int = 0) -> None:
+        self.comm, self.number = comm, number
+
+    def __deepcopy__(self, memo: Any) -> _Data:
+        return _Data(self.comm, self.number)
+
+    def __reduce__(self) -> Any:
+        return _Data, ()
 
 
 class MixtureOfExperts(CountedLayer):
@@ -115,7 +138,7 @@ class MixtureOfExperts(CountedLayer):
             raise ValueError("residual=True without shared=, which it weighs.")
         if balance_over not in ("rank", "global"):
             raise ValueError(f"balance_over={balance_over!r}; allowed are 'rank' and 'global'.")
-        self.balance_over, self._data, self._data_number = balance_over, cast("Communicator | None", None), 0
+        self.balance_over, self._data = balance_over, _Data()
         self.gate, self.experts, self.shared, self.capacity = gate, experts, shared, capacity
         self.coefficient = nn.Linear(gate.hidden_size, 2) if residual else None
         self.num_experts = gate.num_experts
@@ -136,7 +159,7 @@ class MixtureOfExperts(CountedLayer):
         self.experts.declare()
         self._dispatch.enter_mesh(mesh, self.experts.parameters())
         if self.balance_over == "global":
-            self._data, self._data_number = exchange.along(mesh, data_axes(mesh.mesh_dim_names))
+            self._data = _Data(*exchange.along(mesh, data_axes(mesh.mesh_dim_names)))
 
     @property
     def expert_ranks(self) -> Communicator | None:
@@ -197,10 +220,11 @@ class MixtureOfExperts(CountedLayer):
     def _balance_of(self, routing: Routing) -> Tensor:
         if self.balance_over == "rank" or routing.load is None or not (dist.is_initialized() and self.training):
             return routing.balance
-        if self._data is None:
-            self._data = Communicator()
-            self._data_number = exchange.known_as(self._data)
-        return routing.load.over(self._data_number).loss() if self._data.size > 1 else routing.balance
+        if self._data.comm is None:
+            everyone = Communicator()
+            self._data = _Data(everyone, exchange.known_as(everyone))
+        size = exchange.ranks_of(self._data.number)
+        return routing.load.over(self._data.number).loss() if size > 1 else routing.balance
 
     def _shared(self, x: Tensor) -> Tensor:
         found: Tensor = self.shared(x)  # type: ignore[misc]  # called only where there is one

@@ -6,6 +6,7 @@ Legend: T tokens, D hidden size, E experts, k choices; x (T, D), logits v (T, E)
 from __future__ import annotations
 
 from abc import abstractmethod
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -21,6 +22,13 @@ JITTER = 1e-2
 """Inputs are multiplied by numbers in [1 - JITTER, 1 + JITTER] (Fedus et al. 2022, "Switch", section 2.4)."""
 
 NoisePolicy = Literal["Jitter", "RSample"]
+
+
+def check_whole(who: str, **given: object) -> None:
+    """Raise ValueError for what is no whole number."""
+    wrong = [f"{name}={value!r}" for name, value in given.items() if not isinstance(value, Integral)]
+    if wrong:
+        raise ValueError(f"{who} got {', '.join(wrong)}; {', '.join(given)} are whole numbers (int).")
 
 
 class Gate(nn.Module):
@@ -48,6 +56,9 @@ class Gate(nn.Module):
 
     def __init__(self, hidden_size: int, num_experts: int, *, k: int = 1, noise: NoisePolicy | None = None) -> None:
         super().__init__()
+        check_whole(type(self).__name__, hidden_size=hidden_size, num_experts=num_experts, k=k)
+        if hidden_size < 1:
+            raise ValueError(f"{type(self).__name__} got hidden_size={hidden_size}; it is at least 1.")
         if num_experts < 1 or not 1 <= k <= num_experts:
             raise ValueError(f"{type(self).__name__} got k={k} of {num_experts} experts; k is from 1 to that number.")
         if noise not in (None, "Jitter", "RSample"):

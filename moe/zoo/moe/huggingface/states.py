@@ -30,16 +30,20 @@ def whole_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str,
     Raises:
         ValueError: experts are split, and the model was not told of the mesh.
     """
-    comms = (layer.expert_ranks for layer in layers_of(model).values())
-    comm = next((c for c in comms if c is not None), None)
+    comms = {id(part): layer.expert_ranks for layer in layers_of(model).values() for part in _tensors(layer)}
     keeps = everywhere or not dist.is_initialized() or dist.get_rank() == 0
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         with _gathered(tensor), torch.no_grad():
-            parts = _parts(model, name, tensor, comm)
+            parts = _parts(model, name, tensor, comms.get(id(tensor)))
             if keeps:
                 found |= {part: value.to("cpu", copy=True) for part, value in parts.items()}
     return found
+
+
+def _tensors(layer: nn.Module) -> Iterator[Tensor]:
+    yield from layer.parameters()
+    yield from layer.buffers()
 
 
 def _parts(model: nn.Module, name: str, tensor: Tensor, comm: Communicator | None) -> dict[str, Tensor]:
