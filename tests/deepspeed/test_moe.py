@@ -442,3 +442,30 @@ def test_a_checkpoint_of_deepspeed_with_experts_goes_on_with_its_losses(stage: i
 def test_an_expert_that_is_no_module_is_refused() -> None:
     with pytest.raises(ValueError, match="got a int as its expert; give a module"):
         MoE(4, 3, num_experts=2)
+
+
+def test_what_cannot_be_routed_is_one_sentence() -> None:
+    """Else tokens went to experts of groups that they may not use, and rows to no expert at all."""
+    for groups, top_k, most in (((2, 1), 3, 2), ((None, None), 5, 4), ((None, None), 0, 4)):
+        with pytest.raises(ValueError, match=f"top_k={top_k}, where a token may choose among {most} of 4 experts"):
+            ep_router.TokenChoiceTopKRouter(8, 4, *groups, top_k, "softmax", True, 1.0, False)
+    experts = GroupedExperts(6, 3, 4)
+    for counts in ([1, 2, 3], [1, 2, 3, 1], [-1, 2, 3, 1]):
+        with pytest.raises(ValueError, match="for 4 experts and 5 rows; it has one number for each expert"):
+            experts(torch.ones(5, 6), torch.tensor(counts))
+    with pytest.raises(ValueError, match="got 4 numbers for 2 ranks of 2 experts and alignment=0"):
+        ep_kernels.generate_permute_indices(torch.ones(4), 2, 2, 16, 0)
+    logits = torch.randn(5, 4)
+    for call, said in (
+        (lambda: sharded_moe.topkgating(logits, 5, 1.0, 1), "topkgating got k=5 of 4 experts"),
+        (lambda: sharded_moe.top1gating(logits, 1.0, 1, torch.ones(4)), "used_token .4,. for 5 tokens"),
+        (lambda: sharded_moe.top2gating(logits[None], 1.0, 1), "logits float32 .1, 5, 4.; they are"),
+        (lambda: sharded_moe.top2gating(logits, None, 1), "capacity_factor=None"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+    parameter = nn.Parameter(torch.ones(2, 2))
+    split = utils.split_params_into_different_moe_groups_for_optimizer
+    assert split({"params": parameter})[0]["params"][0] is parameter
+    with pytest.raises(ValueError, match=r"parameter group 0 is {'lr': 1}; a group is"):
+        split({"lr": 1})

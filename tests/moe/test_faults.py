@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.moe.test_parallel import Case, build, tokens
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
@@ -193,3 +194,14 @@ def test_helpers_for_groups() -> None:
         split_params_into_different_moe_groups_for_optimizer([{"lr": 1.0}])
     with pytest.raises(ValueError, match="parameter group 0 is a Parameter; a group is"):
         split_params_into_different_moe_groups_for_optimizer(whole.parameters())  # type: ignore[arg-type]
+
+
+def test_a_group_of_one_parameter_is_that_parameter() -> None:
+    layer = MoE(4, nn.Linear(4, 4), num_experts=2)
+    shared, experts = (
+        split_params_into_different_moe_groups_for_optimizer({"params": parameter, "lr": 1.0})
+        for parameter in (layer.gate.weight, layer.experts.list[0].weight)  # type: ignore[union-attr]
+    )
+    assert [len(group["params"]) for group in shared] == [1]
+    assert shared[0]["params"][0] is layer.gate.weight
+    assert experts[1]["params"][0] is layer.experts.list[0].weight  # type: ignore[union-attr]

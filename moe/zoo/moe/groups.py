@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from zoo.moe.experts.base import is_marked
 from zoo.moe.part import layers_of
@@ -56,7 +56,7 @@ def split_params_into_different_moe_groups_for_optimizer(
             )
         if "params" not in group:
             raise ValueError(f'parameter group {number} has no "params"; a group is {{"params": [...], "lr": ...}}.')
-        params = list(group["params"])
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         experts = [p for p in params if is_moe_param(_parameter(p))]
         others = [p for p in params if not is_moe_param(_parameter(p))]
         name = str(group.get("name", f"group{number}"))

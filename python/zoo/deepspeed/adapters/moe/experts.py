@@ -183,8 +183,11 @@ def split_params_into_different_moe_groups_for_optimizer(
         raise ValueError(f"Unknown param group type of {type(param_groups)}; give a dict, or a list of them.")
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     shared, experts = [], []
-    for group in groups:
-        members = list(group["params"])
+    for number, group in enumerate(groups):
+        if not isinstance(group, dict) or "params" not in group:
+            raise ValueError(f'parameter group {number} is {group!r}; a group is {{"params": [...], "lr": ...}}.')
+        given = group["params"]
+        members = [given] if isinstance(given, torch.Tensor) else list(given)
         shared.append({**group, "params": [p for p in members if not is_moe_param(_parameter(p))]})
         by_name: dict[str, list[Any]] = {}
         for member in members:

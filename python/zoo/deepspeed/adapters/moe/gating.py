@@ -42,6 +42,7 @@ def top1gating(
         l_aux () and weights (T, E, C), in float32 for logits of 16 bits; which of the weights are not 0; and the tokens
         of each expert before drops (E,).
     """
+    _check("top1gating", logits, 1, capacity_factor, min_capacity, used_token)
     gates = F.softmax(logits, dim=1)
     noisy = logits + _gumbel(logits) if noisy_gate_policy == "RSample" else gates
     experts = noisy.argmax(1, keepdim=True)
@@ -67,6 +68,7 @@ def top2gating(
     An expert serves first choices before second ones. The second one is drawn from the others' probabilities if
     ``top2_2nd_expert_sampling``. C counts twice as many tokens. For the rest see :func:`top1gating`.
     """
+    _check("top2gating", logits, 1, capacity_factor, min_capacity)
     gates = F.softmax(logits, dim=1)
     first = gates.argmax(1, keepdim=True)
     others = logits + _gumbel(logits) if top2_2nd_expert_sampling else logits
@@ -93,6 +95,7 @@ def topkgating(
     """
     if drop_tokens and drop_policy not in ("probs", "position"):
         raise ValueError(f"Invalid drop_policy: {drop_policy!r}; allowed are 'probs' and 'position'.")
+    _check("topkgating", logits, k, capacity_factor, min_capacity)
     gates = F.softmax(logits, dim=1)
     weights, experts = gates.topk(k, dim=1)
     everyone = torch.ones_like(experts, dtype=torch.bool)
@@ -162,6 +165,26 @@ class TopKGate(nn.Module):
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _check(
+    who: str, logits: Tensor, k: int, factor: object, minimum: object, used: Tensor | None = None
+) -> None:  # fmt: skip
+    """Raise ValueError for what cannot be routed."""
+    if logits.dim() != 2 or not logits.is_floating_point():
+        dtype = str(logits.dtype).removeprefix("torch.")
+        raise ValueError(f"{who} got logits {dtype} {tuple(logits.shape)}; they are floating point numbers (T, E).")
+    if not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"{who} got k={k} of {logits.shape[1]} experts; k is from 1 to that number.")
+    if used is not None and used.numel() != len(logits):
+        raise ValueError(
+            f"{who} got used_token {tuple(used.shape)} for {len(logits)} tokens; it has one number for each of them."
+        )
+    if factor is None or minimum is None:
+        raise ValueError(
+            f"{who} got capacity_factor={factor} and min_capacity={minimum}; they are numbers. drop_tokens=False drops "
+            "nothing."
+        )
 
 
 def _gumbel(like: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class TokenChoiceTopKRouter(nn.Module):
         gate: the map. e_score_correction_bias: (E,) or None, added for choosing only.
 
     Raises:
-        ValueError: groups that cannot be.
+        ValueError: groups that cannot be, or fewer experts than ``top_k`` in those that a token may use.
         NotImplementedError: a function of another name.
     """
 
@@ -75,6 +75,14 @@ class TokenChoiceTopKRouter(nn.Module):
                 )
             if num_limited_groups is None or not 1 <= num_limited_groups <= num_expert_groups:
                 raise ValueError(f"num_limited_groups={num_limited_groups}; it is from 1 to {num_expert_groups}.")
+        most = num_experts
+        if num_expert_groups is not None and num_limited_groups is not None:
+            most = num_experts // num_expert_groups * num_limited_groups
+        if not 1 <= top_k <= most:
+            raise ValueError(
+                f"TokenChoiceTopKRouter got top_k={top_k}, where a token may choose among {most} of {num_experts} "
+                f"experts; it is from 1 to {most}."
+            )
         self.gate = nn.Linear(dim, num_experts, bias=gate_bias)
         self.num_experts, self.top_k, self.score_func = num_experts, top_k, score_func
         self.num_expert_groups, self.num_limited_groups = num_expert_groups, num_limited_groups
@@ -146,9 +154,19 @@ class GroupedExperts(nn.Module):
             weight.is_expert_group = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """(T, D) rows, the first ``num_tokens_per_expert[0]`` of the first expert, and so on; later ones give 0."""
+        """(T, D) rows, the first ``num_tokens_per_expert[0]`` of the first expert, and so on; later ones give 0.
+
+        Raises:
+            ValueError: not one number for each expert, or, on the CPU, more rows than there are.
+        """
         product: Any = import_module("zoo.moe.experts.grouped_linear").grouped_linear
         counts = num_tokens_per_expert.to(torch.int64)
+        told = counts.tolist() if counts.is_cpu and not torch.compiler.is_compiling() else []
+        if counts.shape != (self.num_experts,) or min(told, default=0) < 0 or sum(told) > len(x):
+            raise ValueError(
+                f"GroupedExperts got counts {told or tuple(counts.shape)} for {self.num_experts} experts "
+                f"and {len(x)} rows; it has one number for each expert, in all at most that of the rows."
+            )
 
         def mapped(rows: Tensor, weight: Tensor) -> Tensor:
             found: Tensor = product(rows, weight.to(rows.dtype).transpose(1, 2), counts)
@@ -175,6 +193,11 @@ def generate_permute_indices(
     Returns:
         Indices (max_len,) int32, rows of each expert with what fills them up, and where they end, both int32.
     """
+    if alignment < 1 or tokens_per_expert_group.numel() != num_ranks * experts_per_rank:
+        raise ValueError(
+            f"generate_permute_indices got {tokens_per_expert_group.numel()} numbers for {num_ranks} ranks of "
+            f"{experts_per_rank} experts and alignment={alignment}; it takes one for each of them, and at least 1."
+        )
     counts = tokens_per_expert_group.to(torch.int64)
     starts = counts.cumsum(0) - counts
     per_expert = counts.view(num_ranks, experts_per_rank).sum(0)
