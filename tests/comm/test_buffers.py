@@ -217,3 +217,38 @@ def test_a_collective_that_the_others_do_not_call_names_the_option() -> None:
     for text in found[1]:
         assert text.startswith("a rank of this collective does not answer: RuntimeError: ")
         assert '"check": true' in text
+
+
+def rare(rank: int, world: int) -> bool:
+    """gloo has no name for these dtypes."""
+    shared = Communicator().duplicate("shared")
+    shared.share_memory()
+    for comm in (Communicator(), shared):
+        for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn):
+            own = torch.tensor([rank, 2.0]).to(dtype)
+            full, swapped = torch.zeros(2 * world).to(dtype), torch.zeros(2).to(dtype)
+            comm.all_gather(full, own).wait()
+            assert full.float().tolist() == [0.0, 2.0, 1.0, 2.0]
+            comm.all_to_all(swapped, own).wait()
+            assert swapped.float().tolist() == [[0.0, 1.0], [2.0, 2.0]][rank]
+            rows = torch.zeros(rank).to(dtype)  # of rank 0 to rank 1
+            comm.all_to_all_uneven(rows, own[rank:1], [rank, 0], [0, 1 - rank]).wait()
+            assert rows.float().tolist() == [0.0] * rank
+            seen = own.clone()
+            comm.broadcast(seen, 1).wait()
+            assert seen.float().tolist() == [1.0, 2.0]
+            comm.send(own, 1).wait() if rank == 0 else comm.recv(seen, 0).wait()
+            assert seen.float().tolist() == [float(not rank), 2.0]
+        total = torch.zeros(1, dtype=torch.int16)
+        comm.reduce_scatter(torch.tensor([1, 2], dtype=torch.int16), total).wait()
+        assert total.item() == 2 * (1 + rank)
+    shared.all_reduce(total).wait()  # rank by rank, in memory
+    assert total.item() == 6
+    with pytest.raises(ValueError, match=r"all_reduce got torch.int16, of which backends make no sums"):
+        Communicator().all_reduce(total)
+    torch.distributed.barrier()
+    return True
+
+
+def test_dtypes_that_backends_do_not_know_travel_as_bytes() -> None:
+    assert run_ranks(2, rare, 2) == {0: True, 1: True}

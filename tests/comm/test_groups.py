@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -181,3 +183,23 @@ def test_groups_of_some_ranks_on_gloo(tmp_path: Path) -> None:
     finally:
         for process in processes:
             process.kill()
+
+
+def test_a_part_that_was_closed_is_made_anew() -> None:
+    def fn(rank: int) -> None:
+        comm = Communicator()
+        for make in (lambda: comm.duplicate("more"), lambda: comm.partition([[0, 2], [1]], name="some")):
+            first, full = make(), torch.zeros(1)
+            group = ref(first.group) if first.group is not None else None
+            assert make() is first
+            first.close()
+            second = make()
+            assert (second is not first) == (first.size > 1)
+            second.all_reduce(full.fill_(1.0)).wait()
+            assert full.item() == second.size
+            del first
+            gc.collect()
+            assert group is None or group() is None  # with its sockets
+        comm.close()
+
+    sim.run(3, fn)

@@ -6,6 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
+_KNOWN = frozenset({
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.bool, torch.complex64, torch.complex128,
+})  # fmt: skip
+
+
+def is_known(dtype: torch.dtype) -> bool:
+    """Whether backends take tensors of this dtype: not those of int16, uint16, fp8 and other rare ones."""
+    return dtype in _KNOWN
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, contiguous, as something that every backend moves: as bytes where it does not know the dtype."""
+    if tensor.dtype in _KNOWN:
+        return tensor
+    return (tensor if tensor.ndim > 1 else tensor.view(-1, 1)).view(torch.uint8)
+
 
 def check_contiguous(op: str, tensor: torch.Tensor, name: str = "tensor") -> None:
     """Raise ValueError for a tensor with gaps: backends would send, or overwrite, what lies in between."""

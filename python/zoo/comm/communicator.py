@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zoo.comm.buffers import check_contiguous, check_pair, check_rows, check_splits, flat_pair
+from zoo.comm.buffers import check_contiguous, check_pair, check_rows, check_splits, flat_pair, sendable
 from zoo.comm.check import check_allowed, verify, verify_splits
 from zoo.comm.failures import raise_explained, report
 from zoo.comm.groups import check_partition, make_groups, of_mesh
@@ -170,6 +170,7 @@ class Communicator:
         """
         self._check_open()
         lists = check_partition(groups, self.size)
+        self._forget_closed()
         key = name, tuple(map(tuple, lists))
         if key not in self._parts:
             if self.check:
@@ -184,9 +185,13 @@ class Communicator:
         same name gives the same communicator.
         """
         self._check_open()
+        self._forget_closed()
         if name not in self._parts:
             self._parts[name] = self._part([list(range(self.size))], name, share=False)
         return self._parts[name]
+
+    def _forget_closed(self) -> None:
+        self._parts = {key: part for key, part in self._parts.items() if not part._closed}
 
     def _part(self, lists: list[list[int]], name: str, *, share: bool = True) -> Communicator:
         mine = next(ranks for ranks in lists if self.rank in ranks)
@@ -327,18 +332,13 @@ class Communicator:
             out.copy_(given)
             return DONE
         self._agree("all_to_all", given, label)
-        start = partial(dist.all_to_all_single, out, given, group=self.group, async_op=True)
+        start = partial(dist.all_to_all_single, sendable(out), sendable(given), group=self.group, async_op=True)
         return self._issue("all_to_all", given, lambda: Pending([start()]))
 
     def all_to_all_uneven(
-        self,
-        out: torch.Tensor,
-        given: torch.Tensor,
-        out_splits: Sequence[int],
-        in_splits: Sequence[int],
-        *,
+        self, out: torch.Tensor, given: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int], *,
         label: str = "",
-    ) -> Handle:
+    ) -> Handle:  # fmt: skip
         """As :meth:`all_to_all` with chunks of any sizes: ``in_splits[r]`` rows of ``given`` go to rank r.
 
         Args:
@@ -365,7 +365,7 @@ class Communicator:
         return self._issue(
             "all_to_all",
             given,
-            lambda: Pending([dist.all_to_all_single(out, given, rows[0], rows[1], group, True)]),
+            lambda: Pending([dist.all_to_all_single(sendable(out), sendable(given), *rows, group, True)]),
             self.log.sent("all_to_all", *bytes_of_rows(given, in_splits, self.rank, self.nodes)),
         )
 
@@ -391,7 +391,7 @@ class Communicator:
         root = src if self.group is None else dist.get_global_rank(self.group, src)
         group = self.group
         return self._issue(
-            "broadcast", tensor, lambda: Pending([dist.broadcast(tensor, root, group=group, async_op=True)])
+            "broadcast", tensor, lambda: Pending([dist.broadcast(sendable(tensor), root, group=group, async_op=True)])
         )
 
     def send(self, tensor: torch.Tensor, dst: int, *, label: str = "") -> Handle:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zoo.comm.buffers import sendable
 from zoo.comm.check import CollectiveMismatchError
 from zoo.comm.log import CommsLog, OpStats
 
@@ -86,7 +87,7 @@ def post(messages: Sequence[Message], group: Any, tags: Sequence[int]) -> list[A
     ops = [
         dist.P2POp(
             dist.isend if isinstance(message, Send) else dist.irecv,
-            message.tensor,
+            sendable(message.tensor),
             group=group,
             tag=tag,
             group_peer=message.peer,

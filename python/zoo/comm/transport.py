@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zoo.comm.buffers import is_known, sendable
 from zoo.comm.handles import Pending, dropped_of
 
 # Messages of the pairwise collectives have tags from here on, a user's send and receive have small ones. The lower bits
@@ -110,8 +111,8 @@ class PairwiseTransport:
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
         group, tag = self._group, self._tag("all_gather", full, label)
-        works = [group.recv([chunks[peer]], peer, tag) for peer in self._peers]
-        works += [group.send([shard], peer, tag) for peer in self._peers]
+        works = [group.recv([sendable(chunks[peer])], peer, tag) for peer in self._peers]
+        works += [group.send([sendable(shard)], peer, tag) for peer in self._peers]
         return Pending(works, None, self._peer_ranks, dropped=self._dropped)
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float, label: str = "") -> Pending:
@@ -122,8 +123,8 @@ class PairwiseTransport:
         for slot, peer in enumerate(self._peers):
             parts[peer] = received[slot]
         group, tag = self._group, self._tag("reduce_scatter", full, label)
-        works = [group.recv([parts[peer]], peer, tag) for peer in self._peers]
-        works += [group.send([chunks[peer]], peer, tag) for peer in self._peers]
+        works = [group.recv([sendable(parts[peer])], peer, tag) for peer in self._peers]
+        works += [group.send([sendable(chunks[peer])], peer, tag) for peer in self._peers]
         return Pending(works, lambda: add_in_rank_order(parts, out, scale), self._peer_ranks, dropped=self._dropped)
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Pending:
@@ -152,6 +153,10 @@ def combine_in_rank_order(parts: list[torch.Tensor], out: torch.Tensor, op: str)
 
 
 def _of_backend(group: Any, tensor: torch.Tensor, op: str) -> Pending:
+    if not is_known(tensor.dtype):
+        raise ValueError(
+            f"all_reduce got {tensor.dtype}, of which backends make no sums; give a dtype such as float32 or int32."
+        )
     return Pending([dist.all_reduce(tensor, REDUCE_OPS[op], group=group, async_op=True)])
 
 
