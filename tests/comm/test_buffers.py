@@ -39,6 +39,10 @@ CASES: list[tuple[str, Callable[[Communicator], Any], str]] = [
         lambda c: c.all_to_all_uneven(torch.zeros(2, 3), torch.zeros(2, 2), [1, 1], [1, 1]),
         r"out with rows of shape \(3,\) and given with rows of shape \(2,\)",
     ),
+    ("reduce a list", lambda c: c.all_reduce([torch.zeros(2)]), "all_reduce got a list as tensor; it takes a tensor"),
+    ("broadcast a number", lambda c: c.broadcast(1.0), "broadcast got a float as tensor"),
+    ("a tuple", lambda c: c.batch([(torch.zeros(2), 1)]), "batch got a tuple as a message; it takes Send and Recv"),
+    ("ranks", lambda c: Communicator([0, 1]), r"got \[0, 1\] as its group; it takes a process group"),
     ("reduce gaps", lambda c: c.all_reduce(GAPS[:, 0]), "not contiguous: give .contiguous"),
     ("broadcast gaps", lambda c: c.broadcast(GAPS[:, 0]), "not contiguous: give .contiguous"),
 ]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
 from zoo.comm import Communicator
-from zoo.comm.nodes import ranks_per_node
+from zoo.comm.nodes import node_of_each, ranks_per_node
 from zoo.layout import Mesh
 
 
@@ -132,3 +132,12 @@ def test_partitions_on_gloo() -> None:
         assert found["across"] == [far, [10 * r + rank // 2 for r in far], sum(far)]
         assert found["bytes"] == [1, 1]
         assert found["timeout_s"] == 77
+
+
+def test_nodes_may_be_a_tensor_and_are_nothing_else() -> None:
+    found = node_of_each(torch.tensor([0, 0, 1, 1]), range(4))  # type: ignore[arg-type]
+    assert found == (0, 0, 1, 1)
+    assert ranks_per_node(found) == 2
+    for wrong, said in ((2.0, r"nodes=2.0; it takes the node of each"), (torch.tensor([0]), "has 1 entries")):
+        with pytest.raises(ValueError, match=said):
+            node_of_each(wrong, range(4))  # type: ignore[arg-type]

@@ -310,3 +310,19 @@ def test_several_at_once_are_nothing_outside_of_the_group() -> None:
         assert x.tolist() == ([1.0, 1.0] if rank == 0 else [4.0, 4.0])
 
     sim.run(3, job)
+
+
+def test_the_log_has_nothing_of_ranks_outside_of_the_group_and_gives_copies(log: Any) -> None:
+    log.set(enabled=True, prof_all=True)
+
+    def job(rank: int) -> None:
+        group = torch.distributed.new_group([1, 2])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's word for it
+            dist.all_reduce(torch.ones(2), group=group)
+
+    sim.run(3, job)
+    before = log.get_raw_data()
+    assert before["all_reduce"][8][0] == 2
+    log.append("all_reduce", "all_reduce", 1.0, 8)
+    assert before["all_reduce"][8][0] == len(before["all_reduce"][8][1]) == 2

@@ -26,6 +26,8 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_contiguous(op: str, tensor: torch.Tensor, name: str = "tensor") -> None:
     """Raise ValueError for a tensor with gaps: backends would send, or overwrite, what lies in between."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{op} got a {type(tensor).__name__} as {name}; it takes a tensor.")
     if not tensor.is_contiguous():
         raise ValueError(
             f"{op} got {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()}, which is not contiguous: "

@@ -106,7 +106,13 @@ def dropped_of(group: Any) -> Dropped:
         if not dist.is_initialized():
             return deque()
         group = dist.group.WORLD
-    return _dropped.setdefault(group, deque())
+    try:
+        return _dropped.setdefault(group, deque())
+    except TypeError:  # it is no object that lives and dies
+        raise ValueError(
+            f"a communicator got {group!r} as its group; it takes a process group (dist.new_group(ranks) makes one), "
+            "an axis of a DeviceMesh, or None for all ranks."
+        ) from None
 
 
 def finish(dropped: Dropped) -> None:

@@ -49,6 +49,8 @@ Message = Send | Recv
 def check_messages(messages: Sequence[Message], rank: int, size: int) -> None:
     """Raise ValueError where one of them cannot be sent or received."""
     for message in messages:
+        if not isinstance(message, (Send, Recv)):
+            raise ValueError(f"batch got a {type(message).__name__} as a message; it takes Send and Recv.")
         verb = "send to" if isinstance(message, Send) else "recv from"
         if not 0 <= message.peer < size or message.peer == rank:
             raise ValueError(

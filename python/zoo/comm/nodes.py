@@ -43,6 +43,10 @@ def node_of_each(nodes: Nodes, ranks: Sequence[int]) -> tuple[int, ...] | None:
         if nodes < 1:
             raise ValueError(f"{nodes} ranks of a node; there is at least 1.")
         return tuple(r // nodes for r in ranks)
+    listed: Any = nodes
+    nodes = listed.tolist() if hasattr(nodes, "tolist") else nodes  # elements of a tensor are no keys: each is its own
+    if not isinstance(nodes, Sequence):
+        raise ValueError(f"nodes={nodes!r}; it takes the node of each rank, or how many ranks a node has.")
     if len(nodes) != len(ranks):
         raise ValueError(f"nodes has {len(nodes)} entries for a group of {len(ranks)} ranks; it takes one for each.")
     return tuple(nodes)

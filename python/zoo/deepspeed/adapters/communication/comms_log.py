@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -133,7 +134,7 @@ class CommsLogger:
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
         """A copy of :attr:`comms_dict`."""
-        return dict(self.comms_dict)
+        return copy.deepcopy(self.comms_dict)
 
     def has_data(self) -> bool:
         """Whether anything was counted."""
@@ -258,7 +259,9 @@ def run_logged(
     if waits and device.type == "cuda":
         torch.cuda.synchronize(device)
     latency_ms = (time.perf_counter() - begin) * 1e3
-    comms_logger.count(name, log_name, latency_ms, bytes_of(tensor), dist.get_world_size(group))
+    ranks = dist.get_world_size(group)
+    if ranks > 0:  # outside of the group torch has done nothing
+        comms_logger.count(name, log_name, latency_ms, bytes_of(tensor), ranks)
     return handle
 
 
