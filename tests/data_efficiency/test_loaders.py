@@ -215,10 +215,36 @@ def test_padding_loses_nothing_of_lists_and_arrays() -> None:
         pad([(1, 2), (3, 4, 5)])
 
 
-def test_data_that_makes_no_micro_batch_is_refused() -> None:
+def test_padding_changes_no_number() -> None:
+    half = [[1, 2], [0.5, 1.5, 2.5]]
+    for rows in (half, [np.array(row) for row in half], [torch.tensor(row) for row in half]):
+        assert pad(rows).tolist() == [[1, 2, 0], [0.5, 1.5, 2.5]]
+    mixed = [torch.tensor([True]), torch.tensor([5, 6]), torch.tensor([1, 2, 3], dtype=torch.int32)]
+    assert pad(mixed).tolist() == [[1, 0, 0], [5, 6, 0], [1, 2, 3]]
+
+
+def test_labels_that_are_no_integers_are_continued_with_zeros() -> None:
+    for dtype, end in ((torch.float32, 0), (torch.bool, 0), (torch.int16, -100)):
+        rows = [{"labels": torch.ones(length, dtype=dtype)} for length in (1, 2)]
+        assert torch.equal(pad(rows)["labels"], torch.tensor([[1, end], [1, 1]], dtype=dtype))
+    with pytest.raises(ValueError, match=r"labels are torch.uint8, which cannot hold -100"):
+        pad([{"labels": torch.ones(length, dtype=torch.uint8)} for length in (1, 2)])
+
+
+def test_samples_that_make_no_batch_are_named() -> None:
+    few, many = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(1)}
+    for rows in ([few, many], [many, few]):
+        with pytest.raises(ValueError, match=r"different keys, a.* and a"):
+            pad(rows)
+    with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(3, 4\); only the first dimension may differ"):
+        pad([torch.ones(2, 3), torch.ones(3, 4)])
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_data_that_makes_no_micro_batch_is_refused(verbose: bool) -> None:
     section = {"enabled": True, "max_tokens": 9, "min_batch_size": 3}
     for order in ("dataloader", "random", "seqlen"):
-        options = DynamicBatchingConfig(**section, sequence_picking_order=order)
+        options = DynamicBatchingConfig(**section, sequence_picking_order=order, verbose=verbose)
         with pytest.raises(ValueError, match="makes 0 micro-batches of at most 9 tokens"):
             PackedLoader(NUMBERS[:2], options, np.ones(2, dtype=np.int64), rank=0, size=1, seed=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
@@ -104,8 +105,8 @@ class PackedLoader(Newest):
     def _of_epoch(self) -> tuple[Any, Any]:
         if self._packed is None or self._packed[0] != self.epoch:
             self._packed = self.epoch, *self._pack()
-            if self.section.verbose and self.rank == 0:
-                sizes = np.diff(self._packed[2])
+            sizes = np.diff(self._packed[2])
+            if self.section.verbose and self.rank == 0 and len(sizes):
                 _log.info(
                     "epoch %d: %d micro-batches of %d to %d samples", self.epoch, len(sizes), sizes.min(), sizes.max()
                 )
@@ -221,20 +222,21 @@ def pad(samples: Sequence[Any]) -> Any:
     first dimension; integers under the name ``labels`` with -100, which losses of torch leave out.
 
     Sequences are tensors, arrays, and lists of numbers, which become tensors; a tuple is parts of a sample, as many in
-    each. Where padding must not count as labels in tuples, give ``collate_fn``.
+    each. Of sequences of several dtypes the batch has the one that holds them all. Where padding must not count as
+    labels in tuples, give ``collate_fn``.
 
     Raises:
-        ValueError: samples have tuples or lists of different lengths that are no sequences.
+        ValueError: samples have other keys than others, tuples or lists of different lengths that are no sequences, or
+            tensors that differ in more than their length.
     """
 
-    def joined(values: list[Any], fill: int) -> Any:
+    def joined(values: list[Any], is_label: bool) -> Any:
         first = values[0]
         if isinstance(first, Mapping):
-            return {key: joined([v[key] for v in values], -100 if key == "labels" else 0) for key in first}
+            _check_keys(values)
+            return {key: joined([v[key] for v in values], key == "labels") for key in first}
         if isinstance(first, np.ndarray) or any(isinstance(v, list) and v and isinstance(v[0], Number) for v in values):
             values = [torch.as_tensor(v) for v in values]
-            dtype = next((v.dtype for v in values if v.numel()), values[0].dtype)  # of an empty list torch makes floats
-            values = [v if v.numel() else v.to(dtype) for v in values]
             first = values[0]
         if isinstance(first, (tuple, list)):
             if len({len(v) for v in values}) > 1:
@@ -243,9 +245,35 @@ def pad(samples: Sequence[Any]) -> Any:
                     f"{next(len(v) for v in values if len(v) != len(first))}; give sequences as lists of numbers or "
                     "tensors, or a collate_fn."
                 )
-            return [joined([v[i] for v in values], fill) for i in range(len(first))]
+            return [joined([v[i] for v in values], is_label) for i in range(len(first))]
         if isinstance(first, torch.Tensor) and first.dim() and len({len(v) for v in values}) > 1:
-            return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=float(fill))
+            return _continued(values, is_label)
         return default_collate(values)
 
-    return joined(list(samples), 0)
+    return joined(list(samples), False)
+
+
+def _check_keys(samples: list[Any]) -> None:
+    """Raise ValueError unless all have the same keys: what some lack would be an error, or be left out unseen."""
+    other = next((sample for sample in samples if set(sample) != set(samples[0])), None)
+    if other is not None:
+        raise ValueError(
+            f"samples of one micro-batch have different keys, {', '.join(map(str, samples[0]))} and "
+            f"{', '.join(map(str, other))}; give each sample the same keys, or a collate_fn."
+        )
+
+
+def _continued(values: list[torch.Tensor], is_label: bool) -> torch.Tensor:
+    """Sequences of different lengths as one tensor, in a dtype that holds all of them."""
+    if len({v.shape[1:] for v in values}) > 1:
+        raise ValueError(
+            f"samples of one micro-batch have tensors of the shapes {', '.join(str(tuple(v.shape)) for v in values)}; "
+            "only the first dimension may differ. Give them one shape beside it, or a collate_fn."
+        )
+    # Of an empty list torch makes floats; it says nothing of the others.
+    dtypes = [v.dtype for v in values if v.numel()] or [values[0].dtype]
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    fill = -100 if is_label and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool) else 0
+    if fill and torch.iinfo(dtype).min == 0:
+        raise ValueError(f"labels are {dtype}, which cannot hold {fill} for padding; give them as int64.")
+    return torch.nn.utils.rnn.pad_sequence([v.to(dtype) for v in values], batch_first=True, padding_value=float(fill))
