@@ -109,6 +109,20 @@ def test_integers_of_two_signs_are_not_confused() -> None:
     assert distance(torch.tensor([-1]).view(torch.uint64), torch.tensor([-1]))[0] == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_both_parts_of_complex_numbers_count(dtype: torch.dtype) -> None:
+    a = torch.tensor([3 + 4j, 1j, complex(math.nan, 1)], dtype=dtype)
+    b = torch.tensor([3 + 5j, 1j, complex(math.nan, 1)], dtype=dtype)
+    count, gap, relative = distance(a, b)
+    assert (count, gap) == (1, 1.0)
+    assert relative == pytest.approx(1 / math.sqrt(34))
+    assert distance(a, b, atol=1.5)[0] == 0
+    assert distance(a, a.clone()) == distance(a, a.to(torch.complex128)) == (0, 0.0, 0.0)
+    b[2] = complex(math.nan, 2)
+    assert distance(a, b)[:2] == (2, math.inf)
+    assert distance(a[:1], torch.tensor([3]))[:2] == (1, 4.0)
+
+
 # -- written anew -----------------------------------------------------------------------------------------------------
 
 

@@ -91,14 +91,15 @@ def _tensors(
 def distance(a: torch.Tensor, b: torch.Tensor, atol: float = 0.0, rtol: float = 0.0) -> tuple[int, float, float]:
     """Of two flat tensors of one length: elements that differ, max |a - b|, and max |a - b| / max(|a|, |b|).
 
-    Computed in float64; whether integers differ at all is decided exactly.
+    Computed in float64, of complex numbers in complex128; whether integers differ at all is decided exactly.
     """
     # By numpy, which compares bytes ten times as fast as torch.equal does.
     if a.dtype is b.dtype and np.array_equal(_bytes(a), _bytes(b)):
         return 0, 0.0, 0.0
-    left, right = a.to(torch.float64), b.to(torch.float64)
-    same = (left == right) | (left.isnan() & right.isnan())
-    if not a.dtype.is_floating_point and not b.dtype.is_floating_point:
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    left, right = a.to(wide), b.to(wide)
+    same = _same(left, right)
+    if wide is torch.float64 and not a.dtype.is_floating_point and not b.dtype.is_floating_point:
         same = same & (_integers(a) == _integers(b))
     gap = (left - right).abs().masked_fill(same, 0.0)
     gap = gap.masked_fill(gap.isnan(), math.inf)
@@ -110,6 +111,13 @@ def distance(a: torch.Tensor, b: torch.Tensor, atol: float = 0.0, rtol: float = 
     largest = torch.maximum(left.abs(), right.abs()).masked_fill(gap == 0, 1.0)
     relative = gap.where(gap.isinf(), gap / largest)
     return int(differs.sum()), float(gap.max()), float(relative.max())
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where numbers are equal, or both NaN; of complex ones both parts."""
+    if a.is_complex():
+        return _same(a.real, b.real) & _same(a.imag, b.imag)
+    return (a == b) | (a.isnan() & b.isnan())
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
