@@ -179,6 +179,17 @@ def test_a_model_takes_the_weights_tied_ones_too(tmp_path: Path) -> None:
     same(model.state_dict(), {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.state_dict().items()})
 
 
+def test_a_model_in_double_precision_gets_all_of_its_digits(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1).double()
+    third = torch.full((1, 2), 1 / 3, dtype=torch.float64)
+    put(tmp_path, {("weight", "parameter"): third, ("bias", "parameter"): third[0, :1]}, 1)
+    load_state_dict_from_zero_checkpoint(model, tmp_path)
+    assert torch.equal(model.weight, third)
+    single = torch.nn.Linear(2, 1)
+    load_state_dict_from_zero_checkpoint(single, tmp_path)
+    assert torch.equal(single.weight, third.float())
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -91,7 +91,7 @@ def load_state_dict_from_zero_checkpoint(
                 f"the model's {name!r} is not whole on this rank: an engine has split it; give a model that is in none"
             )
     with load(checkpoint_dir, tag, Communicator.alone()) as found:
-        tensors = tensors_of(found)
+        tensors = tensors_of(found, dtype=None)  # as they were saved: the model's dtype may be wider than fp32
         mine = model.state_dict(keep_vars=True)
         names = {key: logical_name(model, key) for key in mine if not key.endswith("_extra_state")}
         first: dict[int, str] = {}  # of tied parameters the checkpoint may have one name alone
