@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.checkpointing.foreign import mutants
 
-from zoo.checkpointing import CheckpointError
+from zoo.checkpointing import CheckpointError, TensorFile
 from zoo.checkpointing.foreign import ForeignCheckpoint, load_gguf, load_safetensors, write_safetensors
 from zoo.layout import Box
 
@@ -41,6 +41,38 @@ def check(found: ForeignCheckpoint, tensors: dict[str, torch.Tensor]) -> None:
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def test_no_file_of_another_model_is_taken_for_this_one(tmp_path: Path) -> None:
+    def write(value: float, limit: int) -> None:
+        tensors = {name: torch.full((4,), value) for name in ("a", "b")}
+        write_safetensors(tmp_path, described(tensors), tensors.items(), max_shard_bytes=limit)
+        assert float(load_safetensors(tmp_path).tensor("b")[0]) == value
+
+    single, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    for value, limit in ((1.0, 32), (2.0, 16), (3.0, 16), (4.0, 32)):
+        write(value, limit)
+        assert (single.exists(), index.exists()) == (limit == 32, limit == 16)
+
+
+def test_a_write_that_ends_between_two_shards_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {name: torch.zeros(4) for name in ("a", "b")}
+    write_safetensors(tmp_path, described(tensors), tensors.items(), max_shard_bytes=16)
+    commit, done = TensorFile.commit, []
+
+    def once(file: TensorFile) -> None:
+        done.append(file)
+        if len(done) > 1:
+            raise KeyboardInterrupt
+        commit(file)
+
+    monkeypatch.setattr(TensorFile, "commit", once)
+    with pytest.raises(KeyboardInterrupt):
+        write_safetensors(tmp_path, described(tensors), [(n, t + 1) for n, t in tensors.items()], max_shard_bytes=16)
+    with pytest.raises(CheckpointError, match=r"has no model.safetensors.index.json and 2 files"):
+        load_safetensors(tmp_path)
 
 
 @given(st.integers(1, 200))

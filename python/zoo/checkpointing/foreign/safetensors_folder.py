@@ -188,7 +188,8 @@ def write_safetensors(
 
     A shard takes tensors in the order of ``described`` until the next one would make it larger than
     ``max_shard_bytes``; a larger tensor has one for itself. One file needs no index. Files are written beside their
-    places; they are put there together when all are whole, and the index last.
+    places; they are put there together when all are whole, and the index last. Of a model that was there before neither
+    an index nor a single file stays, which readers would take for this one.
 
     Args:
         described: dtype and shape by name.
@@ -219,6 +220,8 @@ def write_safetensors(
             missing.discard(name)
         if missing:
             raise CheckpointError(f"{str(root)!r} would lack {len(missing)} tensors, {sorted(missing)[:3]} among them")
+        if many > 1:  # whatever ends this in the middle, no index has files of two models
+            (root / INDEX).unlink(missing_ok=True)
         for file in files:
             file.commit()
     finally:
@@ -228,6 +231,7 @@ def write_safetensors(
         total = sum(math.prod(shape) * dtype.itemsize for dtype, shape in described.values())
         index = {"metadata": {"total_size": total}, "weight_map": {name: names[place[name]] for name in described}}
         replace(root / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        (root / SINGLE).unlink(missing_ok=True)  # of what was here before: readers take it before an index
     else:
         (root / INDEX).unlink(missing_ok=True)  # of what was here before
     return [root / name for name in names]
