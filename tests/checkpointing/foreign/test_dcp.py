@@ -228,6 +228,65 @@ def test_a_save_that_fails_leaves_no_metadata(tmp_path: Path) -> None:
     assert not (tmp_path / ".metadata").exists()
 
 
+class Scaled(torch.nn.Module):
+    """A parameter without dims, and a module with the name of what an optimizer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.state = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (self.state(x) * self.scale).square().sum()
+        return found
+
+
+def scaled(optimizer: str = "AdamW") -> ZeroOptimizer:
+    torch.manual_seed(0)
+    model = Scaled()
+    zoo = ZeroOptimizer(model, stage=2, optimizer=optimizer, lr=0.1)
+    for _ in range(2):
+        zoo.backward(model(torch.ones(1, 2)))
+        zoo.step()
+        zoo.zero_grad()
+    return zoo
+
+
+def test_states_of_a_parameter_without_dims_come_back(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        zoo = scaled()
+        save_dcp(tmp_path, zoo.state_slices(), zoo.state_scalars(), zoo.comm)
+        found = load_dcp(tmp_path, zoo.comm)
+        assert set(found.roles["scale"]) == {"parameter", "exp_avg", "exp_avg_sq"}
+        assert found.scalars == dict.fromkeys(("step/scale", "step/state.weight", "step/state.bias"), 2)
+        other = ZeroOptimizer(Scaled(), stage=3, optimizer="AdamW", lr=0.1)
+        other.load_state(found.read, found.scalars)
+        before = {(s.name, s.role): s.tensor.clone() for s in zoo.state_slices() if s.name == "scale" and s.length}
+        after = {(s.name, s.role): s.tensor.clone() for s in other.state_slices() if s.name == "scale" and s.length}
+        assert before == after
+
+    sim.run(2, job)
+
+
+def test_numbers_of_a_parameter_without_dims_stay_numbers(tmp_path: Path) -> None:
+    model = Scaled()
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).backward()
+    optimizer.step()
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"optimizer": optimizer_state, "model": state}, checkpoint_id=tmp_path, no_dist=True)
+    found = load_dcp(tmp_path)
+    assert set(found.roles["scale"]) == {"parameter", "exp_avg", "exp_avg_sq"}
+    assert {key.partition("/")[0] for key in found.scalars if key.endswith("/scale")} == {"step", "mu_product"}
+
+
+def test_a_module_called_state_is_none_of_the_optimizer(tmp_path: Path) -> None:
+    zoo = scaled()
+    save_dcp(tmp_path, zoo.state_slices(), zoo.state_scalars(), zoo.comm)
+    paths = pickle.loads((tmp_path / ".metadata").read_bytes()).planner_data  # of which torch makes nested dicts
+    assert paths["model.state.weight"] == ("model", "state.weight")
+    assert paths["optimizer.state.state.weight.exp_avg"] == ("optimizer", "state", "state.weight", "exp_avg")
+
+
 class Payload:
     """Pickled as a call."""
 

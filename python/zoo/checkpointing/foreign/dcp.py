@@ -7,7 +7,8 @@ weights-only reader refuses it), and files in which each box is what ``torch.sav
 key                                                 becomes
 =================================================== =================================================================
 ``model.<name>``, or any key of a flat dict         role "parameter" of ``<name>`` (of the key)
-``optimizer.state.<name>.<state>``, tensors         role ``<state>``; tensors and numbers of one element: scalars
+``optimizer.state.<name>.<state>``, tensors         role ``<state>``; numbers, and tensors without dims where the
+                                                    parameter has dims: scalars
 ``optimizer.param_groups.…``, other values          ``meta["values"]``, under the key
 ``zoo.scalars.<key>``, ``zoo.buffers.<file>``       scalars, and names of buffers: written by zoo
 ``optimizer.zoo.<key>``                             scalars ``zero/<key>``: written by :func:`live`
@@ -38,6 +39,8 @@ METADATA = ".metadata"
 BUFFERS = "zoo.buffers"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 _KINDS = "torch.distributed.checkpoint.metadata."
+_Single = tuple[str, str, BoxPart, torch.dtype]
+"""Name, role, the one part and the dtype of a tensor without dims."""
 
 
 def load_dcp(
@@ -82,6 +85,7 @@ def _open(folder: Path, model: str, optimizer: str) -> ForeignCheckpoint:
     places = _places(folder, fields.get("storage_data"), what)
     nested = any(key.startswith(f"{model}.") for key in described)
     values: dict[str, Any] = {}
+    single: list[_Single] = []
     ordered = sorted(described.items(), key=lambda item: not item[0].startswith(f"{BUFFERS}."))
     for key, entry in ordered:
         if not isinstance(entry, Record):
@@ -92,7 +96,9 @@ def _open(folder: Path, model: str, optimizer: str) -> ForeignCheckpoint:
                 raise CheckpointError(f"{what} says {key[:80]!r} is there, and not where")
             _add_value(found, key, region, values, optimizer)
             continue
-        _add_tensor(found, key, _fields(entry, "TensorStorageMetadata", what), places, nested, (model, optimizer))
+        fields = _fields(entry, "TensorStorageMetadata", what)
+        single += _add_tensor(found, key, fields, places, nested, (model, optimizer))
+    _add_single(found, single)
     found.meta["values"] = values
     return found
 
@@ -130,7 +136,8 @@ def _places(folder: Path, storage: Any, what: str) -> dict[tuple[str, Any], Regi
 def _add_tensor(
     found: ForeignCheckpoint, key: str, entry: Mapping[str, Any], places: Mapping[tuple[str, Any], Region],
     nested: bool, names: tuple[str, str],
-) -> None:  # fmt: skip
+) -> list[_Single]:  # fmt: skip
+    """Gives a state without dims back: whether it is a number, the other parameters say."""
     properties, size, chunks = entry.get("properties"), entry.get("size"), entry.get("chunks")
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
@@ -153,9 +160,20 @@ def _add_tensor(
     if name in found.meta.get("buffers", ()):
         role = "buffer"
     if role not in ("parameter", "buffer") and not size and len(parts) == 1:
-        found.scalars[f"{role}/{name}"] = float(parts[0].source.read()[0])
-        return
+        return [(name, role, parts[0], dtype)]
     found.add_boxes(name, role, tuple(size), parts, dtype)
+    return []
+
+
+def _add_single(found: ForeignCheckpoint, single: list[_Single]) -> None:
+    """States without dims: numbers, as the step is; but of a parameter without dims those that are no number of any
+    other parameter are tensors of its shape."""
+    numbers = {"step"} | {role for name, role, _, _ in single if found.shapes.get(name) != ()}
+    for name, role, part, dtype in single:
+        if role in numbers:
+            found.scalars[f"{role}/{name}"] = float(part.source.read()[0])
+        else:
+            found.add_boxes(name, role, (), [part], dtype)
 
 
 def _role(key: str, nested: bool, model: str, optimizer: str) -> tuple[str, str]:

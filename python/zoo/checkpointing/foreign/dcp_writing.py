@@ -58,7 +58,7 @@ def save_dcp(
     for mine in together(comm, what, lambda: dict(scalars)):  # a rank has those of what it has a part of
         numbers |= mine
     parts = [part for theirs in together(comm, what, write) for part in theirs]
-    together(comm, what, lambda: _commit(root, parts) if comm.rank == 0 else None)
+    together(comm, what, lambda: _commit(root, parts, optimizer) if comm.rank == 0 else None)
 
 
 def _key(name: str, role: str, model: str, optimizer: str) -> str:
@@ -105,13 +105,13 @@ def _write(
     return parts
 
 
-def _commit(root: Path, parts: list[_Part]) -> None:
-    content = pickle.dumps(_metadata(parts))
+def _commit(root: Path, parts: list[_Part], optimizer: str) -> None:
+    content = pickle.dumps(_metadata(parts, optimizer))
     sync(root)
     replace(root / METADATA, content)
 
 
-def _metadata(parts: list[_Part]) -> Any:
+def _metadata(parts: list[_Part], optimizer: str) -> Any:
     """The description in the classes of torch, by which its reader finds everything.
 
     Raises:
@@ -143,17 +143,19 @@ def _metadata(parts: list[_Part]) -> Any:
         boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in getattr(entry, "chunks", [])]
         if boxes and not tiles(boxes, tuple(entry.size)):
             raise CheckpointError(f"the slices of {key!r} overlap, or leave some of its shape {tuple(entry.size)} out")
-    return torch_metadata.Metadata(state_dict_metadata=described, storage_data=places, planner_data=_paths(described))
+    paths = _paths(described, optimizer)
+    return torch_metadata.Metadata(state_dict_metadata=described, storage_data=places, planner_data=paths)
 
 
-def _paths(described: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def _paths(described: Mapping[str, Any], optimizer: str) -> dict[str, tuple[Any, ...]]:
     """Key → the keys of the nested dicts that it is made of."""
     found: dict[str, tuple[Any, ...]] = {}
+    states = f"{optimizer}.state."
     for key in described:
         first, _, rest = key.partition(".")
-        if rest.startswith("state."):
-            name, _, role = rest[len("state.") :].rpartition(".")
-            found[key] = (first, "state", name, role)
+        if key.startswith(states):  # a module of the model may be called "state" too
+            name, _, role = key[len(states) :].rpartition(".")
+            found[key] = (optimizer, "state", name, role)
         else:
             found[key] = (first, rest) if rest else (key,)
     return found
