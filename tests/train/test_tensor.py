@@ -14,6 +14,7 @@ from zoo import sim
 from zoo.cli.app import app
 from zoo.examples.byte_lm import load
 from zoo.train import read_config, train
+from zoo.train.replay import replay
 
 
 @pytest.mark.dear
@@ -65,6 +66,22 @@ def test_stages_of_tensor_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for (name, value), (other, wanted) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert name == other
         torch.testing.assert_close(value, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.dear
+def test_a_replay_compares_the_parts_of_matrices_that_ranks_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("a text of some length, with words. " * 300)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    values = document(tmp_path / "run", text, 1)
+    values["train"] |= {"steps": 2, "checkpoint_every": 1, "save_model": False}
+    config = read_config(values, ["tensor_parallel.autotp_size=2"])
+    sim.run(2, lambda rank: train(config))
+    for found in sim.run(2, lambda rank: replay(tmp_path / "run", 2)):
+        assert found.states_compared > 0
+        assert found.differences == ()
 
 
 def test_more_tensor_ranks_than_ranks() -> None:
