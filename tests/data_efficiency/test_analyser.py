@@ -97,6 +97,12 @@ def test_processes_and_ranks(tmp_path: Path) -> None:
     check(tmp_path / "ranks" / "value", data.values)
 
 
+def test_analysing_draws_no_random_numbers(tmp_path: Path) -> None:
+    before = torch.random.get_rng_state()
+    DataAnalyzer([1, 2, 3], {"number": int}, tmp_path).run()  # type: ignore[arg-type]
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_a_failure_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
     data = Numbers([1, 2, 3, "four"])
 

@@ -109,7 +109,7 @@ class DataAnalyzer:
     def _measure(self, start: int, stop: int, writers: Mapping[str, IndexWriter]) -> None:
         share: Any = DataLoader(
             _Share(self.dataset, start, stop), batch_size=min(64, self.buffer), num_workers=self.num_processes,
-            collate_fn=_Measures(self.metrics),
+            collate_fn=_Measures(self.metrics), generator=torch.Generator(),  # torch's own stays as it is
         )  # fmt: skip
         place, waiting, count = 0, {name: list[torch.Tensor]() for name in writers}, 0
         for measured in share:
