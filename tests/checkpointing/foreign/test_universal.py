@@ -22,6 +22,7 @@ from zoo.checkpointing import CheckpointError, load, save
 from zoo.checkpointing.foreign import load_deepspeed, write_universal
 from zoo.comm import Communicator
 from zoo.engine import initialize
+from zoo.layout import StateSlice
 from zoo.zero import ZeroOptimizer
 
 ROOT = Path(__file__).parents[3]
@@ -103,6 +104,14 @@ def test_an_engines_counters_and_schedule_are_in_a_universal_checkpoint(tmp_path
     assert (model["global_steps"], model["global_samples"], model["note"]) == (3, 24, 7)
     options = torch.load(tmp_path / "ds" / "uni" / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
     assert options[0]["lr"] == pytest.approx(0.05 * math.log(3) / math.log(8))  # what the fourth step uses
+
+
+def test_complex_parameters_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    pair = torch.tensor([1 + 2j, 3j])
+    save(tmp_path / "zoo", "one", [StateSlice("w", role, 0, 2, (2,), pair) for role in ("parameter", "exp_avg")])
+    with pytest.raises(CheckpointError, match="parameter 'w' is complex64, and a universal checkpoint holds fp32"):
+        write_universal(tmp_path / "ds", "uni", load(tmp_path / "zoo"))
+    assert not (tmp_path / "ds").exists()
 
 
 def test_names_that_are_no_folders_are_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from zoo.checkpointing.foreign.local import make_folder, replace, sync
 from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
 from zoo.checkpointing.foreign.records import plain
 from zoo.checkpointing.foreign.regions import StoredTensor
+from zoo.checkpointing.format.exact import dtype_named
 
 WRITTEN_AS = "0.19.8"
 """The version of DeepSpeed whose format is written."""
@@ -151,10 +152,12 @@ def write_universal(
             an optimizer that has its steps as plain numbers, as DeepSpeed's own have, or with one sub-group.
 
     Raises:
-        CheckpointError: a name that cannot be a folder's, or what the source cannot read.
+        CheckpointError: a name that cannot be a folder's, a trained parameter of complex numbers, or what the source
+            cannot read.
     """
     root = Path(directory)
     _check_names([tag, *source.shapes])
+    _check_dtypes(source)
     final, temporary = root / tag, root / f".writing-{tag}"
     if final.exists():
         raise CheckpointError(f"{str(final)!r} exists; give another tag, or remove it")
@@ -240,6 +243,17 @@ def _training_of(source: Source) -> Mapping[str, Any]:
         "global_steps": own["global_steps"], "skipped_steps": own["skipped_steps"],
         "global_samples": own.get("samples", 0), "lr_scheduler": schedule,
     }  # fmt: skip
+
+
+def _check_dtypes(source: Source) -> None:
+    """Raise CheckpointError for complex states, of which fp32 would lose the imaginary part."""
+    for name, roles in source.roles.items():
+        for role, dtype in roles.items() if set(roles) - {"parameter", "buffer"} else ():
+            if dtype_named(dtype).is_complex:
+                raise CheckpointError(
+                    f"{role} {name!r} is {dtype}, and a universal checkpoint holds fp32; write another format "
+                    "(save_dcp), or make the parameter real (torch.view_as_real)"
+                )
 
 
 def _check_names(names: Sequence[str]) -> None:
