@@ -94,3 +94,12 @@ def test_a_file_of_any_dtype_is_read_by_the_library(tmp_path: Path, name: str) -
     assert found["a"].dtype is found["b"].dtype is tensor.dtype
     assert bits(found["a"]) == bits(tensor)
     assert bits(found["b"].reshape(1)) == bits(tensor[2:3])
+
+
+def test_conjugate_and_negative_views_are_saved_as_what_they_show(tmp_path: Path) -> None:
+    pair = torch.tensor([1 + 2j, 3 - 1j])
+    for tag, view in (("conj", pair.conj()), ("neg", torch._neg_view(torch.ones(2)))):
+        save(tmp_path, tag, [slice_of(view, shape=(2,))], rank_state={"own": view})
+        with load(tmp_path, tag) as found:
+            assert torch.equal(found.tensor("x", "buffer"), view)
+            assert torch.equal(found.rank_state(0)["own"], view)

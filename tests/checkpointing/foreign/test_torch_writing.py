@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zoo.checkpointing import CheckpointError
-from zoo.checkpointing.foreign import TorchFile, load_torch
+from zoo.checkpointing.foreign import TorchFile, load_torch, open_foreign
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -97,3 +97,18 @@ def test_sizes_beyond_four_gigabytes_are_in_the_long_fields(tmp_path: Path) -> N
     assert found["zeros"].read((5 << 28) - 3).tolist() == [0, 0, 0]
     assert found["b"].tensor() == 7
     assert torch.load(path, weights_only=True, mmap=True)["b"] == 7
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_conjugate_and_negative_views_are_read_as_what_they_show(tmp_path: Path, legacy: bool) -> None:
+    pair = torch.tensor([1 + 2j, 3 - 1j])
+    views = {
+        "pair": pair, "conj": pair.conj(), "imag": torch.tensor([5j, 2]).conj().imag, "neg": torch._neg_view(pair),
+        "transposed": torch.ones(2, 3, dtype=torch.complex64).mH,
+    }  # fmt: skip
+    torch.save(views, tmp_path / "file.pt", _use_new_zipfile_serialization=not legacy)
+    found = load_torch(tmp_path / "file.pt").value
+    assert {name: torch.equal(found[name].tensor(), view) for name, view in views.items()} == dict.fromkeys(views, True)
+    weights = open_foreign(tmp_path / "file.pt")  # one memory, and not one tensor under three names
+    assert all(torch.equal(weights.tensor(name), view) for name, view in views.items())
+    assert "tied" not in weights.meta

@@ -282,7 +282,7 @@ def _add_rest(found: ForeignCheckpoint, folder: Folder, stage: int, model: dict[
     places: dict[Any, str] = {}
     for name, value in entries.items():
         if isinstance(name, str) and isinstance(value, StoredTensor) and value.numel:
-            first_name = places.setdefault((value.data.path, value.data.start, value.offset, value.shape), name)
+            first_name = places.setdefault(value.place, name)
             if first_name != name and name not in found.shapes:
                 found.meta.setdefault("tied", {})[name] = first_name
                 continue

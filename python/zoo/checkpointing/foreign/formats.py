@@ -144,8 +144,7 @@ def _of_torch(place: Path, key: str | None) -> ForeignCheckpoint:
         if not isinstance(value, StoredTensor):
             found.meta.setdefault("left_out", []).append(str(name))
             continue
-        place_of = (value.data.start, value.offset, value.shape, value.stride, value.dtype, value.numel or name)
-        known = first.setdefault(place_of, name)
+        known = first.setdefault((value.place, value.numel or name), name)
         if known != name:  # one storage under two names
             found.meta.setdefault("tied", {})[name] = known
         else:

@@ -115,14 +115,27 @@ def _record(values: Values, function: Named, args: tuple[Any, ...]) -> Record:
 def _tensor(values: Values, function: Named, args: tuple[Any, ...]) -> StoredTensor:
     """(storage, offset, size, stride, requires_grad, hooks, …) of torch's ``_rebuild_tensor_v2``."""
     values.check(len(args) >= 4 and isinstance(args[0], Storage), function, args)
-    return StoredTensor.checked(args[0].data, args[0].dtype, *args[1:4])
+    return _stored(values, function, args, args[0].dtype, args[6:7])
 
 
 def _tensor_v3(values: Values, function: Named, args: tuple[Any, ...]) -> StoredTensor:
     """(storage, offset, size, stride, requires_grad, hooks, dtype, …): for dtypes without storages of their own."""
     right = len(args) >= 7 and isinstance(args[0], Storage) and isinstance(args[6], torch.dtype)
     values.check(right, function, args)
-    return StoredTensor.checked(args[0].data, args[6], *args[1:4])
+    return _stored(values, function, args, args[6], args[7:8])
+
+
+def _stored(
+    values: Values, function: Named, args: tuple[Any, ...], dtype: torch.dtype, said: tuple[Any, ...]
+) -> StoredTensor:
+    """``said``: what torch says of a tensor beside its place, where it says something: that it is the conjugate or the
+    negative of what is stored."""
+    signs = said[0] if said and said[0] is not None else {}
+    values.check(isinstance(signs, dict), function, args)
+    conjugate, negative = signs.get("conj") is True, signs.get("neg") is True
+    fits = (dtype.is_complex or not conjugate) and (dtype.is_complex or dtype.is_floating_point or not negative)
+    values.check(fits, function, args)
+    return StoredTensor.checked(args[0].data, dtype, *args[1:4], conjugate=conjugate, negative=negative)
 
 
 def _parameter(values: Values, function: Named, args: tuple[Any, ...]) -> Any:

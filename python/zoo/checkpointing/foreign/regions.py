@@ -222,6 +222,8 @@ class StoredTensor:
 
     Made only by :meth:`checked`, so every element lies in the storage, and no tensor has more elements than its
     storage: a file cannot ask for more memory than it has bytes.
+
+    ``conjugate``, ``negative``: it is the conjugate, or the negative, of what is stored, as torch keeps views of such.
     """
 
     data: Region
@@ -229,11 +231,14 @@ class StoredTensor:
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    conjugate: bool = False
+    negative: bool = False
 
     @classmethod
     def checked(
-        cls, data: Region, dtype: torch.dtype, offset: Any, shape: Any, stride: Any, *, what: str = "a tensor"
-    ) -> StoredTensor:
+        cls, data: Region, dtype: torch.dtype, offset: Any, shape: Any, stride: Any, *, what: str = "a tensor",
+        conjugate: bool = False, negative: bool = False,
+    ) -> StoredTensor:  # fmt: skip
         """The tensor, from what a file says of it.
 
         Raises:
@@ -251,7 +256,13 @@ class StoredTensor:
                 f"{what} of shape {tuple(shape)} with strides {tuple(stride)} from element {offset} does not fit its "
                 f"storage of {held} elements in {data.path.name}"
             )
-        return cls(data, dtype, offset, tuple(shape), tuple(stride))
+        return cls(data, dtype, offset, tuple(shape), tuple(stride), conjugate, negative)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Where it lies, and as what: tensors of one place are one tensor under two names."""
+        signs = self.conjugate, self.negative
+        return self.data.path, self.data.start, self.offset, self.shape, self.stride, self.dtype, signs
 
     @property
     def numel(self) -> int:
@@ -290,7 +301,9 @@ class StoredTensor:
         if count:
             raw: Any = out.view(torch.uint8).numpy()
             self.data.read_into(first * self.dtype.itemsize, memoryview(raw))
-        return out
+        if self.conjugate:
+            out = out.conj_physical()
+        return -out if self.negative else out
 
 
 def is_size(value: Any) -> bool:

@@ -207,7 +207,7 @@ def flat_of(entry: Entry) -> torch.Tensor:
             f"the slice of {role} {name!r} says {entry.length} elements of {entry.dtype} and comes with a tensor of "
             f"shape {tuple(tensor.shape)} of {tensor.dtype}; it must be flat and of that length"
         )
-    return tensor.detach().contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _raw(flat: torch.Tensor) -> memoryview:
