@@ -16,7 +16,7 @@ from tests.tuning.tasks import document, registry
 
 from zoo.train.config import read_document
 from zoo.tuning import Candidate, Found, Job, NothingRanError, Processes, resume, tune
-from zoo.tuning.journal import read
+from zoo.tuning.journal import JournalError, read
 from zoo.tuning.running import collect
 from zoo.tuning.trial import _waited_s, is_memory_error
 
@@ -95,6 +95,19 @@ def test_a_rank_that_says_nothing(tmp_path: Path) -> None:
     assert killed.status == "memory"
     assert "rank 1 was ended by SIGKILL" in killed.why
     assert collect(tmp_path, [0, -9], timeout_s=None, took_s=1.0, killed=[1]).status == "failed"
+
+
+def test_a_folder_of_trials_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "trials").write_text("")
+    with pytest.raises(JournalError, match=r"autotuning.exps_dir = .*trials' cannot be written to"):
+        searched(tmp_path)
+    assert not (tmp_path / "results").exists()
+    job = Job(ranks=1, batch=8, base=Candidate(stage=0, micro=8, accumulation=1), num_parameters=1)
+    with Processes(document=read_document(document(tmp_path), registry=registry()), job=job,
+                   folder=tmp_path / "trials") as processes:  # fmt: skip
+        found = processes.run(1, job.base, 1.0)
+    assert (found.status, found.step_s) == ("failed", None)
+    assert "trials' cannot be written to: Not a directory" in found.why or "File exists" in found.why
 
 
 def test_what_is_out_of_memory() -> None:

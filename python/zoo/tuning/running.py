@@ -87,7 +87,11 @@ class Processes:
         """See :class:`zoo.tuning.outcome.Runner`."""
         began = time.perf_counter()
         folder = (self.folder / f"trial-{number:04d}").absolute()
-        write_trial(folder, with_settings(self.document, settings(candidate, self.job)), self.measuring)
+        try:
+            write_trial(folder, with_settings(self.document, settings(candidate, self.job)), self.measuring)
+        except OSError as error:
+            why = f"the folder of trials {str(self.folder)!r} cannot be written to: {error.strerror}"
+            return Outcome(status="failed", why=why, took_s=time.perf_counter() - began)
         try:
             found = self._ask({
                 "folder": str(folder), "ranks": self.job.ranks, "port": _free_port(), "timeout_s": timeout_s,
@@ -114,7 +118,7 @@ class Processes:
         stdin, stdout = self._server.stdin, self._server.stdout
         if stdin is None or stdout is None:
             raise AssertionError("the server of trials has no pipes.")
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError, json.JSONDecodeError):  # it was killed, in the middle of a line too
             stdin.write(json.dumps(trial) + "\n")
             stdin.flush()
             found: dict[str, Any] = json.loads(stdout.readline() or "{}")

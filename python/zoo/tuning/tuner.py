@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -104,6 +105,8 @@ def tune(
         if not section.overwrite:
             refuse_begun(folder)
         job, needs, forecast = _prepared(document, asked, registry)  # every mistake, before anything is written
+        if runner is None:
+            _make_trials_folder(section)
         if section.overwrite:
             put_aside(folder)
         with Journal(folder) as journal:
@@ -219,6 +222,20 @@ def _trials_folder(section: AutotuningConfig) -> Path:
     """Of one search alone: two whose results folders have the same last name do not share it."""
     results = Path(section.results_dir).resolve()
     return Path(section.exps_dir) / f"{results.name}-{hashlib.sha256(os.fsencode(results)).hexdigest()[:8]}"
+
+
+def _make_trials_folder(section: AutotuningConfig) -> None:
+    """Raise JournalError where trials could not write: a search that has begun would have failed trials alone."""
+    folder = _trials_folder(section)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        refused = "" if os.access(folder, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+    except OSError as error:
+        refused = error.strerror or str(error)
+    if refused:
+        raise JournalError(
+            f"autotuning.exps_dir = {section.exps_dir!r} cannot be written to: {refused}; choose another one."
+        )
 
 
 def _introduce(search: Search, needs: Needs, asked: _Asked, say: Say) -> None:
