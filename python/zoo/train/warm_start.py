@@ -62,10 +62,10 @@ def warm_start(model: nn.Module, section: WarmStart, comm: Communicator) -> list
             left.append(name)
             continue
         if tuple(target.shape) == shape:
-            target.copy_(read())
+            target.copy_(_fitting(read(), target, mine, section.path))
         elif any(p.search(mine) for p in resized) and shape and shape[1:] == tuple(target.shape[1:]) and target.dim():
             rows = min(shape[0], target.shape[0])
-            target[:rows].copy_(read()[:rows])
+            target[:rows].copy_(_fitting(read(), target, mine, section.path)[:rows])
             cut.append(f"{mine} has {target.shape[0]} rows, {shape[0]} in the file")
         else:
             raise WarmStartError(
@@ -85,6 +85,17 @@ def warm_start(model: nn.Module, section: WarmStart, comm: Communicator) -> list
     return said + [f"  {text}" for text in cut]
 
 
+def _fitting(found: torch.Tensor, target: torch.Tensor, name: str, path: str) -> torch.Tensor:
+    """``found``, unless its kind of number is another one: codes of quantised weights, say, are no weights."""
+    kinds = [(t.is_complex(), t.is_floating_point()) for t in (found, target)]
+    if kinds[0] != kinds[1] and not (found.is_floating_point() and target.is_complex()):
+        raise WarmStartError(
+            f"train.warm_start: {name!r} is {target.dtype}, and {found.dtype} in {path!r}, which are other kinds of "
+            "numbers. Give a file with weights as they are computed with; quantised ones have to be made such first."
+        )
+    return found
+
+
 def _sources(path: Path, comm: Communicator) -> Iterator[tuple[str, Source]]:
     if path.is_dir():
         yield from _of_checkpoint(path, comm)
@@ -97,7 +108,7 @@ def _sources(path: Path, comm: Communicator) -> Iterator[tuple[str, Source]]:
     try:
         with safe_open(path, framework="pt") as file:
             aliases: Mapping[str, str] = file.metadata() or {}
-            pairs = set(json.loads(aliases.get(COMPLEX, "[]")))
+            pairs = _pairs(aliases.get(COMPLEX, "[]"), path)
             for name in file.keys():  # noqa: SIM118  (no mapping)
                 shape = tuple(file.get_slice(name).get_shape())
                 if name in pairs:
@@ -111,6 +122,17 @@ def _sources(path: Path, comm: Communicator) -> Iterator[tuple[str, Source]]:
                     yield alias, (shape, lambda name=name: file.get_tensor(name))  # type: ignore[misc]
     except SafetensorError as error:
         raise WarmStartError(f"train.warm_start.path = {str(path)!r} cannot be read: {error}") from None
+
+
+def _pairs(text: str, path: Path) -> set[str]:
+    """The names of complex tensors, which are in the file as pairs of real numbers."""
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise WarmStartError(f"train.warm_start.path = {str(path)!r} has {COMPLEX} = {text[:60]!r}, no list of names.")
+    return set(names)
 
 
 def _of_checkpoint(path: Path, comm: Communicator) -> Iterator[tuple[str, Source]]:
