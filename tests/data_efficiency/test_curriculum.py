@@ -115,6 +115,12 @@ def test_truncation_and_reshaping() -> None:
     assert features.shape == (4, 3, 4)
     with pytest.raises(ValueError, match="Use truncate"):
         Cutter().reshape((ids, mask), {}, 3)
+    for of_samples in (torch.arange(2), torch.ones(2, 5)):
+        with pytest.raises(ValueError, match=r"makes more samples of 2, and a tensor \(2,.*Use truncate"):
+            Cutter().reshape((ids,), {"labels": of_samples}, 3)
+        (cut,), same = Cutter().reshape((ids,), {"labels": of_samples}, 4)  # as many samples as before
+        assert cut.shape == (2, 4)
+        assert same["labels"] is of_samples
     with pytest.raises(ValueError, match="no integer tensor"):
         Cutter().truncate((torch.ones(2, 7),), {}, 3)
     assert Cutter().truncate((ids,), {}, 7)[0][0] is ids

@@ -15,9 +15,13 @@ def length_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> int
     """T: the size in dimension ``dim`` of the first integer tensor of more than ``dim`` dimensions, such as (B, T) ids;
     None where a batch has none."""
     for tensor in tensors_of((args, kwargs)):
-        if tensor.dim() > dim and not tensor.is_floating_point() and tensor.dtype is not torch.bool:
+        if tensor.dim() > dim and not _says_no_length(tensor):
             return int(tensor.shape[dim])
     return None
+
+
+def _says_no_length(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.dtype is torch.bool
 
 
 def sequence_dims(tensor: torch.Tensor, length: int, dim: int) -> tuple[int, ...]:
@@ -63,9 +67,21 @@ class Cutter:
         """Each (B, T, ...) becomes (B * (T // L), L, ...); the T % L last elements of a sequence are dropped.
 
         Raises:
-            ValueError: a tensor holds sequences along other dimensions than dimension 1, as masks (B, T, T) do.
+            ValueError: a tensor holds sequences along other dimensions than dimension 1, as masks (B, T, T) do; or has
+                something for each sample, as labels (B,), of which there would be too few.
         """
-        return self._changed(args, kwargs, length, _split)
+        changed = self._changed(args, kwargs, length, _split)
+        if (length_of(args, kwargs, self.dim) or 0) // length < 2:
+            return changed  # as many samples as before
+        samples = next(len(t) for t in tensors_of((args, kwargs)) if t.dim() > self.dim and not _says_no_length(t))
+        for tensor in tensors_of(changed):
+            if tensor.dim() and len(tensor) == samples:
+                raise ValueError(
+                    f"curriculum learning that reshapes makes more samples of {samples}, and a tensor "
+                    f"{tuple(tensor.shape)} has something for each of these; it would be of the wrong ones. Use "
+                    "truncate."
+                )
+        return changed
 
     def _changed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], length: int,
