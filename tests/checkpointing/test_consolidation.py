@@ -6,6 +6,7 @@ import inspect
 import json
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,27 @@ def test_shards_hold_every_tensor_once_in_order_and_no_more_than_fits(
         assert any(
             name in shard and any(other is tensor for n, other in shard.items() if n in each) for shard in shards
         )
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_write_that_ends_in_the_middle_leaves_no_index_of_two_models(tmp_path: Path, safe: bool) -> None:
+    put(tmp_path / "a", {(name, "parameter"): torch.zeros(4) for name in "abc"}, 1)
+    put(tmp_path / "b", {(name, "parameter"): torch.ones(4) for name in "abc"}, 1)
+    write = partial(zero_to_fp32.write_model, output=tmp_path / "out", safe=safe, max_shard_bytes=16)
+    *_, index = write(tensors_of(Checkpoint(tmp_path / "a")))
+    damaged = Checkpoint(tmp_path / "b")
+    read = damaged.read
+
+    def fails(name: str, role: str, start: int, length: int) -> torch.Tensor:
+        if name == "b":
+            raise ValueError("another CRC-32C")
+        return read(name, role, start, length)
+
+    damaged.read = fails  # type: ignore[method-assign]
+    assert index.exists()
+    with pytest.raises(ValueError, match="another CRC-32C"):
+        write(tensors_of(damaged))
+    assert not index.exists()
 
 
 @pytest.mark.parametrize(

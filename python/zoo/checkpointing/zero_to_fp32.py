@@ -218,6 +218,7 @@ def write_model(
     others = sorted(name for name in os.listdir(path) if pattern.fullmatch(name) and name not in expected)
     if others:
         raise ValueError(f"{str(path)!r} holds {others[0]} of another model; give a folder without such files")
+    (path / index).unlink(missing_ok=True)  # whatever ends this in the middle, no index has files of two models
     for name, shard in zip(names, shards, strict=True):
         write(path / name, shard, told)
     if len(shards) > 1:
