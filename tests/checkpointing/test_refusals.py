@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from tests.checkpointing.test_checkpoints import SHAPES, pieces, write
 
 from zoo.checkpointing import CheckpointError, TensorFile, load, prune, save
+from zoo.checkpointing.background import BackgroundSaver
+from zoo.comm import Communicator
 from zoo.layout import StateSlice, Stored
 
 
@@ -123,4 +126,29 @@ def test_what_is_no_slice_is_refused(tmp_path: Path) -> None:
     for what in (Alike(), torch.zeros(1), None):
         with pytest.raises(CheckpointError, match=r"given to be saved; the slices of a checkpoint are zoo\.layout\."):
             save(tmp_path, "one", [what])  # type: ignore[list-item]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"meta": [1, 2]}, "meta is a list; it is a dict of plain values"),
+        ({"rank_state": {"own": None}}, r"rank_state\['own'\] is a NoneType; it has to be a tensor"),
+        ({"scalars": {3: 1.0}}, "scalars has the key 3 on rank 0; its keys are names"),
+        ({"slices": [StateSlice("a", "parameter", 0, 1, (1,), None)]}, "source of parameter 'a' is a NoneType"),  # type: ignore[arg-type]
+    ],
+)
+def test_mistakes_of_whoever_saves_are_named(
+    tmp_path: Path, given: dict[str, Any], said: str, background: bool
+) -> None:
+    def attempt() -> None:
+        if not background:
+            save(tmp_path, "one", **{"slices": [], **given})
+        with contextlib.closing(BackgroundSaver(Communicator.alone())) as saver:
+            saver.save(tmp_path, "one", **{"slices": [], **given})
+            saver.wait()
+
+    with pytest.raises(CheckpointError, match=said):
+        attempt()
     assert list(tmp_path.iterdir()) == []

@@ -31,7 +31,7 @@ from zoo.checkpointing.constants import Constants
 from zoo.checkpointing.errors import alike
 from zoo.checkpointing.format.disk import Disk, place_of
 from zoo.checkpointing.format.tensors import check_dtype
-from zoo.checkpointing.writing import Told, check_slice, save
+from zoo.checkpointing.writing import Told, check_slice, check_tensor, save
 from zoo.comm import Communicator, before_teardown
 from zoo.comm.groups import make_groups
 from zoo.layout import Lent, StateSlice, Stored
@@ -234,6 +234,7 @@ def _submitted(thread: ThreadPoolExecutor, work: Callable[[], Path]) -> Future[P
 
 def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
+        check_tensor(f"rank_state[{name!r}]", tensor)
         check_dtype(repr(name), tensor.dtype)
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 

@@ -56,7 +56,7 @@ from zoo.checkpointing.format.names import (
 )
 from zoo.checkpointing.format.tensors import Entry
 from zoo.comm import Communicator, gather_object
-from zoo.layout import Box
+from zoo.layout import Box, Stored
 
 _LOOKS, _LOOK_AGAIN_S = 10, 0.1
 
@@ -75,6 +75,8 @@ class Told:
         """
         if isinstance(meta, Told):
             return meta
+        if not isinstance(meta, Mapping):
+            raise CheckpointError(f"meta is a {type(meta).__name__}; it is a dict of plain values, {{'name': value}}")
         try:
             value = encode(dict(meta), "meta")
             num_bytes = len(json.dumps(value))
@@ -255,6 +257,7 @@ def _write_rank(
     own: list[tuple[int, int, str]] = []
     own_names: list[tuple[str, str]] = []
     for name, tensor in rank_state.items():
+        check_tensor(f"rank_state[{name!r}]", tensor)
         key, flat = key_of(RANK_ROLE, name, 0), tensor.detach().reshape(-1)
         entries[key] = Entry(key, flat.dtype, flat.numel(), partial(torch.Tensor.contiguous, flat))
         own.append((len(own_names), flat.numel(), key))
@@ -303,6 +306,15 @@ def check_slice(item: Any) -> None:
             f"a {type(item).__name__} is given to be saved; the slices of a checkpoint are zoo.layout.StateSlice, such "
             "as those of state_slices()"
         )
+    check_tensor(f"the source of {item.role} {item.name!r}", item.source)
+
+
+def check_tensor(what: str, value: Any) -> None:
+    """Raises:
+    CheckpointError: it is no tensor, nor what reads one.
+    """
+    if not isinstance(value, (torch.Tensor, Stored)):
+        raise CheckpointError(f"{what} is a {type(value).__name__}; it has to be a tensor")
 
 
 def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -414,6 +426,8 @@ def _scalars(parts: list[_Part]) -> dict[str, float | int]:
     scalars: dict[str, float | int] = {}
     for rank, part in enumerate(parts):
         for key, value in part.scalars.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"scalars has the key {key!r} on rank {rank}; its keys are names")
             if type(value) not in (int, float):
                 raise CheckpointError(
                     f"the number {key!r} is {value!r} on rank {rank}, of {type(value)}; an int or a float is needed"
