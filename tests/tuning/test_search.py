@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from tests.tuning.fakes import BASE, FakeRunner, job, need, search, true_seconds
 
-from zoo.tuning import Candidate, Found, Model, Outcome, candidates
+from zoo.tuning import Budget, Candidate, Found, Journal, Model, Need, Outcome, Search, candidates
 from zoo.tuning.journal import read
 from zoo.tuning.outcome import representative
 from zoo.tuning.proposals import Proposals
-from zoo.tuning.report import summary, table
+from zoo.tuning.report import draw, summary, table
 from zoo.tuning.search import rejected
 
 MEMORY = Outcome(status="memory", why="MemoryError: no memory", took_s=1.0)
@@ -92,6 +92,18 @@ def test_a_rejected_candidate_is_never_run(tmp_path: Path) -> None:
     assert set(runner.ran) == set(found.needs) - set(found.rejected)
     assert found.stopped == "every candidate has been run"
     assert "rejected: needs at least" in table(found)
+
+
+def test_what_was_measured_and_is_refused_by_now_is_not_the_best(tmp_path: Path) -> None:
+    first = search(tmp_path, FakeRunner(), trials=3)
+    fastest = first.best.candidate
+    needs = {c: Need(refused="too few samples") if c == fastest else n for c, n in first.needs.items()}
+    with Journal(tmp_path, resumes=True) as journal:
+        options = {"job": first.job, "needs": needs, "journal": journal, "budget": Budget(trials=4)}
+        found = Search(runner=FakeRunner(), **options).run()
+    assert found.best.candidate != fastest
+    assert {trial.candidate for trial in found.trials} <= set(found.predictions)
+    draw(found, tmp_path / "forecast.png")
 
 
 def test_out_of_memory_is_a_result_and_smaller_ones_are_tried(tmp_path: Path) -> None:

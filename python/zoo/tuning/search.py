@@ -113,10 +113,10 @@ class Search:
     say: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
-        self.found = Found(
-            job=self.job, needs=self.needs, rejected=rejected(self.needs, self.job, self.limit_bytes),
-            trials=[trial for trial in trials_of(self.journal.events) if trial.candidate in self.needs],
-        )  # fmt: skip
+        out = rejected(self.needs, self.job, self.limit_bytes)
+        # What was measured may be none of the candidates, or be refused, by now: its data set was changed, say.
+        trials = [t for t in trials_of(self.journal.events) if t.candidate in self.needs and t.candidate not in out]
+        self.found = Found(job=self.job, needs=self.needs, rejected=out, trials=trials)
         self.model = Model(self.job, self.needs)
         self._proposals = Proposals(self.seed) if self.tuner == "model_based" else None
 
