@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from zoo.checkpointing import CheckpointError, TensorFile, load, save
+from zoo.checkpointing.consolidation import convert_zero_checkpoint_to_fp32_state_dict
 from zoo.layout import StateSlice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*experimental", "ignore:.*deprecated")
@@ -103,3 +104,15 @@ def test_conjugate_and_negative_views_are_saved_as_what_they_show(tmp_path: Path
         with load(tmp_path, tag) as found:
             assert torch.equal(found.tensor("x", "buffer"), view)
             assert torch.equal(found.rank_state(0)["own"], view)
+
+
+def test_a_name_that_a_safetensors_file_keeps_for_itself_is_refused(tmp_path: Path) -> None:
+    name = "__metadata__"
+    with pytest.raises(CheckpointError, match="no tensor of the name '__metadata__'"):
+        TensorFile(tmp_path / "a.safetensors", {name: (torch.float32, (2,))}, {})
+    save(tmp_path, "one", [StateSlice(name, "parameter", 0, 2, (2,), torch.ones(2))])
+    assert load(tmp_path).tensor(name).tolist() == [1, 1]
+    with pytest.raises(ValueError, match="no tensor of the name '__metadata__'"):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "m.safetensors")
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "m.bin")
+    assert torch.load(tmp_path / "m.bin")[name].tolist() == [1, 1]

@@ -296,6 +296,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor], told: Calla
     end = 0
     for name, tensor in ordered:
         code = CODES.get(tensor.dtype) or PAIRS.get(tensor.dtype)
+        if name in described:
+            raise ValueError(
+                f"a safetensors file has room for no tensor of the name {name!r}; take the format of torch"
+            )
         if code is None:
             held = ", ".join(map(str, (*CODES, *PAIRS)))
             raise ValueError(f"{name!r} is {tensor.dtype}; a safetensors file holds {held}")

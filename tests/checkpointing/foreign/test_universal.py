@@ -106,6 +106,14 @@ def test_an_engines_counters_and_schedule_are_in_a_universal_checkpoint(tmp_path
     assert options[0]["lr"] == pytest.approx(0.05 * math.log(3) / math.log(8))  # what the fourth step uses
 
 
+@pytest.mark.parametrize("tag", ["latest", "latest_universal"])
+def test_a_tag_that_is_the_name_of_the_file_of_tags_is_refused(tmp_path: Path, tag: str) -> None:
+    save(tmp_path / "zoo", "one", [StateSlice("w", r, 0, 2, (2,), torch.ones(2)) for r in ("parameter", "exp_avg")])
+    with pytest.raises(CheckpointError, match=f"the tag '{tag}' is the name of a file"):
+        write_universal(tmp_path / "ds", tag, load(tmp_path / "zoo"))
+    assert not (tmp_path / "ds").exists()
+
+
 def test_complex_parameters_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     pair = torch.tensor([1 + 2j, 3j])
     save(tmp_path / "zoo", "one", [StateSlice("w", role, 0, 2, (2,), pair) for role in ("parameter", "exp_avg")])

@@ -24,6 +24,7 @@ WRITTEN_AS = "0.19.8"
 """The version of DeepSpeed whose format is written."""
 _OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")
 _MANY_GROUPS = 1024
+LATEST = ("latest", "latest_universal")
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
@@ -157,6 +158,8 @@ def write_universal(
     """
     root = Path(directory)
     _check_names([tag, *source.shapes])
+    if tag in LATEST:
+        raise CheckpointError(f"the tag {tag!r} is the name of a file beside checkpoints; give another one")
     _check_dtypes(source)
     final, temporary = root / tag, root / f".writing-{tag}"
     if final.exists():

@@ -188,6 +188,8 @@ def header_of(
     offsets: dict[str, int] = {}
     end = 0
     for key, dtype, shape in tensors:
+        if key in described:
+            raise CheckpointError(f"a safetensors file has room for no tensor of the name {key!r}; give it another one")
         check_dtype(repr(key), dtype)
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         offsets[key] = begin
