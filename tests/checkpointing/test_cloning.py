@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import pytest
@@ -121,3 +121,28 @@ def test_gradients_do_not_follow() -> None:
     assert clone_tensors_for_torch_save(torch.ones(2), device="meta").is_meta
     sparse = torch.eye(3).to_sparse()
     assert torch.equal(clone_tensors_for_torch_save(sparse).to_dense(), torch.eye(3))
+
+
+class Named(dict[str, Any]):
+    """Wants an argument when it is made."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+
+
+def test_counters_and_dicts_that_want_arguments_stay_what_they_are() -> None:
+    flat = torch.arange(10.0)
+    given: dict[str, Any] = {
+        "counts": Counter("aab"),
+        "named": Named("x"),
+        "by default": defaultdict(list, a=[flat[:2]]),
+    }
+    given["named"]["part"] = flat[2:4]
+    found = clone_tensors_for_torch_save(given)
+    assert found["counts"] == Counter("aab")
+    assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in given.items()}
+    assert found["by default"]["nothing"] == []
+    for part in (found["named"].pop("part"), found["by default"]["a"][0]):
+        assert part.untyped_storage().nbytes() == 8
+    assert found["named"] == {"name": "x"}
+    assert given["named"]["part"].untyped_storage().nbytes() == 40

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+import copy
 from typing import Any, TypeVar
 
 import torch
@@ -36,20 +35,19 @@ def _copied(item: Any, device: torch.device, known: dict[Any, Any]) -> Any:
     if isinstance(item, tuple):
         parts = [_copied(part, device, known) for part in item]
         return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
-    if isinstance(item, list):
-        return _like(item, type(item)(), device, known, lambda new, parts: new.extend(parts), list(item))
-    if isinstance(item, dict):
-        empty = type(item)(item.default_factory) if isinstance(item, defaultdict) else type(item)()
-        return _like(item, empty, device, known, lambda new, parts: new.update(parts), list(item.items()))
+    if isinstance(item, (list, dict)):
+        return _like(item, device, known)
     return item
 
 
-def _like(item: Any, new: Any, device: torch.device, known: dict[Any, Any], fill: Any, parts: list[Any]) -> Any:
-    """``new`` with copies of the parts, and the attributes of ``item``: a state_dict has ``_metadata``."""
-    if isinstance(item, Mapping):
-        fill(new, [(key, _copied(value, device, known)) for key, value in parts])
+def _like(item: Any, device: torch.device, known: dict[Any, Any]) -> Any:
+    """A list or dict with copies of the parts, and the attributes of ``item``: a state_dict has ``_metadata``."""
+    new = copy.copy(item)  # a class of its own may want arguments when it is called
+    if isinstance(item, dict):
+        for key, value in item.items():  # update() of a Counter would count the pairs
+            new[key] = _copied(value, device, known)
     else:
-        fill(new, [_copied(value, device, known) for value in parts])
+        new[:] = [_copied(value, device, known) for value in item]
     if hasattr(item, "__dict__"):
         new.__dict__.update(item.__dict__)
     return new
