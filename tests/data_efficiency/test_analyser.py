@@ -19,8 +19,9 @@ from tests.profiles import examples
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.data_efficiency import DataAnalyzer, Index, Metric
-from zoo.data_efficiency.index import SortedIndex
+from zoo.data_efficiency.index import IndexWriter, SortedIndex
 from zoo.data_efficiency.merging import merge
+from zoo.io import Handle
 
 
 class Numbers:
@@ -95,6 +96,21 @@ def test_processes_and_ranks(tmp_path: Path) -> None:
 
     sim.run(3, job)
     check(tmp_path / "ranks" / "value", data.values)
+
+
+def test_two_that_write_one_file_at_once_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "values.safetensors"
+    with Handle() as handle:
+        first, second = (IndexWriter(path, 4, torch.int64, {}, handle) for _ in range(2))
+        first.put(0, torch.ones(4, dtype=torch.int64))
+        second.put(0, torch.full((2,), 2))
+        first.commit()
+        assert Index(path).values.tolist() == [1, 1, 1, 1]
+        second.put(2, torch.full((2,), 2))
+        assert Index(path).values.tolist() == [1, 1, 1, 1]
+        second.commit()
+    assert Index(path).values.tolist() == [2, 2, 2, 2]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_analysing_draws_no_random_numbers(tmp_path: Path) -> None:

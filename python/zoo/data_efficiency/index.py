@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,8 @@ _ITEM_BYTES = 8
 
 
 class IndexWriter:
-    """Writes a file piece by piece; it has its name only when it is whole.
+    """Writes a file piece by piece; it has its name only when it is whole. Several may write the same one at once: the
+    last one stays.
 
     Args:
         path: of the file. count: numbers in it, N.
@@ -41,7 +43,7 @@ class IndexWriter:
 
     def __init__(self, path: Path, count: int, dtype: torch.dtype, about: dict[str, str], handle: Handle) -> None:
         self.path, self.count, self.dtype = path, count, dtype
-        self._part, self._handle = path.with_name(path.name + ".part"), handle
+        self._part, self._handle = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part"), handle
         described = {
             "__metadata__": {"format": FORMAT, **about},
             "values": {"dtype": _NAMES[dtype], "shape": [count], "data_offsets": [0, _ITEM_BYTES * count]},
@@ -51,7 +53,7 @@ class IndexWriter:
         self._start = 8 + len(text)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with self._part.open("wb") as file:
+            with self._part.open("xb") as file:
                 file.write(struct.pack("<Q", len(text)) + text)
                 file.truncate(self._start + _ITEM_BYTES * count)
         except OSError as error:
