@@ -10,15 +10,19 @@ import pytest
 import torch
 
 from zoo import sim
+from zoo.checkpointing import TensorFile
+from zoo.comm import Communicator
 from zoo.config import ConfigError
 from zoo.engine import initialize
 from zoo.examples.byte_lm import Bigram, ByteTask, ByteWindows, Corpus, standard_library_text
 from zoo.examples.byte_lm.model import ByteGPT, ModelConfig, generate
 from zoo.train import read_config
+from zoo.train.config import WarmStart
 from zoo.train.history import History
 from zoo.train.job import validate
 from zoo.train.machine import peak_bytes, resident_bytes
 from zoo.train.picture import draw, running_mean
+from zoo.train.warm_start import warm_start
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,3 +147,13 @@ def test_the_example_is_a_configuration() -> None:
     assert config.scheduler.params["total_num_steps"] == config.train.steps
     with pytest.raises(ConfigError, match="train: missing"):
         read_config({"train_batch_size": 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_a_warm_start_takes_no_other_kind_of_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    path, model = tmp_path / "a.safetensors", torch.nn.Linear(1, 1)
+    with TensorFile(path, {"bias": (dtype, (1,))}, {}) as file:
+        file.put("bias", torch.ones(1, dtype=dtype))
+        file.commit()
+    with pytest.raises(ValueError, match=f"'bias' is torch.float32, and {dtype} in .*other kinds of numbers"):
+        warm_start(model, WarmStart(path=str(path), partial=True), Communicator.alone())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.train.tiny import Net, config, registry
 
 from zoo import sim
-from zoo.checkpointing import TensorFile, latest_tag, prune
+from zoo.checkpointing import latest_tag, prune
 from zoo.comm import Communicator
 from zoo.train import DataEndError, NotFiniteError, StoppedError, replay, train
 from zoo.train.output import Output, choose
@@ -373,16 +373,6 @@ def test_a_warm_start_that_cannot_be(tmp_path: Path, start: dict[str, Any], said
     with pytest.raises(ValueError, match=said):
         run(tmp_path / "out", warm_start={**start, "path": paths.get(start["path"], start["path"])})
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
-def test_a_warm_start_takes_no_other_kind_of_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
-    with TensorFile(tmp_path / "a.safetensors", {"last.bias": (dtype, (1,))}, {}) as file:
-        file.put("last.bias", torch.ones(1, dtype=dtype))
-        file.commit()
-    start = {"path": str(tmp_path / "a.safetensors"), "partial": True}
-    with pytest.raises(ValueError, match=f"'last.bias' is torch.float32, and {dtype} in .*other kinds of numbers"):
-        run(tmp_path / "out", warm_start=start, steps=1)
 
 
 def test_a_partial_warm_start(tmp_path: Path) -> None:
