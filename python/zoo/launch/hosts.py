@@ -66,7 +66,7 @@ def parse_hostfile(lines: Iterable[str], named: str = "a file of hosts") -> dict
 
 
 def is_number(text: str) -> bool:
-    """Whether it is a number of hosts, slots or cores: ASCII digits, nine at most."""
+    """Whether it is a number as launchers count in (slots, cores, nodes, ports): ASCII digits, nine at most."""
     return text.isascii() and text.isdigit() and len(text) < 10
 
 

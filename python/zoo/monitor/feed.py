@@ -108,7 +108,7 @@ class Feed:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 _log.warning(
-                    "the monitors %s have not taken %d records after %g s; these are lost.",
+                    "the monitors %s have not taken %d records after %g s; these are lost unless it is closed again.",
                     ", ".join(self._sinks), len(self._waiting) + 1, timeout_s,
                 )  # fmt: skip
                 return
